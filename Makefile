@@ -1,0 +1,50 @@
+# Every target sets up .venv by itself, from nothing but Python 3.10 or newer, and starts at once the next time.
+PYTHON ?= python3
+# More for pip. On Linux the CPU build of torch is much smaller than the usual one:
+#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_ARGS ?=
+
+BIN := .venv/bin
+export RAY_USAGE_STATS_ENABLED := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test test-all lint format
+
+help:
+	@echo 'make demo      train a small model, 2 stages x 2 members, on this machine (a few minutes)'
+	@echo 'make test      format, lint and types, and all tests but the long ones'
+	@echo 'make test-all  the long tests too'
+	@echo 'make lint      format, lint and types alone'
+	@echo 'make format    put the code in form'
+
+demo: .venv/run.stamp
+	@$(BIN)/zeropp train examples/demo.toml
+
+test: lint
+	@$(BIN)/pytest -m "not full"
+
+test-all: lint
+	@$(BIN)/pytest
+
+lint: .venv/dev.stamp
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: .venv/dev.stamp
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("zeropp-ray needs Python 3.10 or newer; make PYTHON=... names one" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -m venv .venv
+
+.venv/run.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	@echo 'Installing into .venv; this is done once and takes some minutes.'
+	@$(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt -e .
+	@touch $@
+
+.venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	@echo 'Installing into .venv; this is done once and takes some minutes.'
+	@$(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@ .venv/run.stamp

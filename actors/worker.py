@@ -1,0 +1,82 @@
+"""The actor of one member. The main thread runs the program; control calls answer while it does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.progress import Position, ProgressFile, read_progress
+from zeropp_ray.layout import Member
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which process a member is."""
+
+    pid: int
+    host: str
+    node_id: str
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})
+class StageWorker:
+    """Built in steps, so that constructor arguments stay tiny: ``build``, then ``join`` an epoch, then one ``advance`` per step."""
+
+    def __init__(self, me: Member) -> None:
+        self._me = me
+
+    def identify(self) -> Identity:
+        return Identity(os.getpid(), ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
+
+    def build(self, config: dict[str, Any], plan: Any, progress: Path, start_directory: str) -> None:
+        """Make the member: its chunks, data and progress file."""
+        if start_directory not in sys.path:
+            sys.path.append(start_directory)  # behind everything: a user's folder must not hide an installed package
+        import torch
+
+        from zeropp_ray.config import RunConfig
+        from zeropp_ray.data.corpus import load_corpus
+        from zeropp_ray.data.sampler import Batches
+        from zeropp_ray.member import StageMember
+
+        run = RunConfig.from_dict(config)
+        torch.set_num_threads(max(1, int(run.resources.cpus)))
+        self._progress = ProgressFile(progress)
+        data = Batches(run, load_corpus(run), self._me.f, self._me.r)
+        self._member = StageMember(run, plan, self._me, data)
+
+    def join(self, rendezvous: Any, layout: Any) -> None:
+        """Form the groups of an epoch, prove them, and use them from now on."""
+        from zeropp_ray.comm.gloo import connect
+
+        self._member.join(connect(rendezvous, layout, self._me, host=ray.util.get_node_ip_address()))
+
+    def advance(self, step: int, decision: Any) -> Any:
+        """One step, see StageMember.advance."""
+        self._progress.step = step
+        return self._member.advance(step, decision, self._progress)
+
+    def flush(self, decision: Any) -> None:
+        self._member.flush(decision)
+
+    def evaluate(self) -> tuple[float, int]:
+        self._progress.step = -1
+        return self._member.evaluate(self._progress)
+
+    def report(self) -> Any:
+        return self._member.report()
+
+    @ray.method(concurrency_group="control")
+    def progress_of(self, path: Path) -> Position | None:
+        """The position of any member of this node, a dead one included."""
+        return read_progress(path)
+
+    @ray.method(concurrency_group="control")
+    def abort(self) -> None:
+        """Leave the epoch, also while a step blocks: whoever waits for this member comes free."""
+        self._member.abort()

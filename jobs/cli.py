@@ -1,0 +1,53 @@
+"""The command line ``zeropp``. Commands import torch and Ray only when they run, so that help is instant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from jobs.config import config
+from jobs.schedule import schedule
+from jobs.train import train
+from zeropp_ray import __version__
+from zeropp_ray.errors import ZeroppError
+
+
+class _Group(click.Group):
+    """Shows an error that a user can act on as one line, and exits with its code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ZeroppError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@click.group(cls=_Group)
+@click.version_option(__version__, prog_name="zeropp")
+def zeropp() -> None:
+    """Train transformer language models without tensor parallelism: pipeline stages with the ZeroPP schedule, and
+    parameters sharded inside each stage (ZeRO-3), as actors on Ray.
+
+    \b
+    Start here:
+      zeropp train              train a small model on this machine
+      zeropp config             every setting of a run, and what it means
+      zeropp schedule --help    look at a schedule before you use it
+
+    Exit code: 0 done, 1 failed, 2 wrong usage or configuration.
+    """
+
+
+for command in (train, config, schedule):
+    zeropp.add_command(command)
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    zeropp(prog_name="zeropp")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What a person sees of a run: a short table first, one live line of progress, and what was reached."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from zeropp_ray.config import RunConfig
+
+
+def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
+    """The table shown before the run: the model, the layout, a step, the predicted memory and bubble, the data."""
+    parallel, chunks, memory = config.parallel, plan["chunks"], plan["predicted_memory"]
+    micro_batches = f"{parallel.microbatches} micro-batches of {parallel.microbatch_size}"
+    parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in memory.items())
+    return _aligned(
+        ("model", f"{plan['model']}, {short(plan['parameters'])} parameters"),
+        ("layers", f"{sum(chunks)} in {len(chunks)} chunks of {_counts(chunks)}"),
+        ("layout", f"{plan['layout']}; {parallel.members} members"),
+        ("step", f"{plan['global_batch']} sequences, {plan['tokens_per_step']:,} tokens"),
+        ("units", f"{micro_batches} per member, in units of {_counts(plan['units'])}"),
+        ("memory", f"{size(sum(memory.values()))} per member: {parts}"),
+        ("bubble", f"{plan['bubble']:.1%}, with at most {plan['limit']:g} live micro-batches"),
+        ("moves", f"{plan['gathers']} gathers and {plan['reduces']} reduces a step and member"),
+        ("data", source),
+        *([("built", f"whole by every member, {plan['built_whole']}")] if plan["built_whole"] else []),
+    )
+
+
+class Reporter:
+    """Turns the events of a run into lines: one that is rewritten on a terminal, few plain ones elsewhere."""
+
+    def __init__(
+        self, console: TextIO, config: RunConfig, source: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._config, self._source, self._clock = console, config, source, clock
+        self._live = console.isatty()
+        self._begin = self._shown = clock()
+        self._first: tuple[int, float] | None = None
+        self._dangling = False
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Show one event: ``plan``, ``step``, ``eval`` or ``log``; others are none of a person's business."""
+        kind = event["kind"]
+        if kind == "plan":
+            self.line(plan_table(event, self._config, self._source) + "\n")
+        elif kind == "step":
+            self._step(event)
+        elif kind == "eval":
+            self.line(f"step {event['step']}  validation loss {_loss(event['validation_loss'])}")
+        elif kind == "log":
+            self.line(event["text"])
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        self._console.write(("\r\x1b[K" if self._dangling else "") + text + "\n")
+        self._console.flush()
+        self._dangling = False
+
+    def end(self) -> None:
+        """Leave the live line standing, so that what comes next starts on a line of its own."""
+        if self._dangling:
+            self._console.write("\n")
+            self._console.flush()
+            self._dangling = False
+
+    def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
+        """What was reached, and where the files are."""
+        seconds = self._clock() - self._begin
+        self.line(
+            "\n"
+            + _aligned(
+                ("done", f"{summary['steps']} steps, {summary['tokens']:,} tokens in {duration(seconds)}"),
+                ("speed", f"{short(summary['tokens_per_s'])} tok/s"),
+                (
+                    "loss",
+                    f"{_loss(summary['first_loss'])} to {_loss(summary['last_loss'])};"
+                    f" validation {_loss(summary['validation_loss'])} nats per token",
+                ),
+                (
+                    "moved",
+                    f"{size(summary['bytes'])}, {summary['gathers']} gathers, {summary['reduces']} reduces in all",
+                ),
+                ("files", f"{folder}: config.toml, metrics.jsonl, summary.json, log.txt"),
+            )
+        )
+
+    def _step(self, event: Mapping[str, Any]) -> None:
+        step, steps, now = event["step"], event["steps"], self._clock()
+        if event["skipped"]:
+            self.line(f"step {step}  skipped: {event.get('reason', 'not finite')}")
+        if self._first is None:
+            self._first = (step, now)
+        done, since = step - self._first[0], now - self._first[1]
+        text = f"step {step}/{steps}  loss {_loss(event['loss'])}  {short(event['tokens_per_s'])} tok/s"
+        if done and step < steps:
+            text += f"  {duration(since / done * (steps - step))} left"
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            self._console.write(f"\r\x1b[K{text[:width]}")
+            self._console.flush()
+            self._dangling = True
+            return
+        # Every tenth of the run, and whenever a while has passed: 5 s at first, longer the longer it runs.
+        tenth = step * 10 // steps > (step - 1) * 10 // steps
+        if step == 1 or tenth or now - self._shown >= max(5.0, since / 20):
+            self._shown = now
+            self.line(text)
+
+
+def short(value: float) -> str:
+    """A count in three digits: 870000 -> ``870k``."""
+    prefix = 0
+    while abs(value) >= 999.5 and prefix < 4:
+        value, prefix = value / 1000, prefix + 1
+    digits = max(0, 3 - len(str(int(abs(value))))) if prefix else 0
+    return f"{value:.{digits}f}{' kMGT'[prefix].strip()}"
+
+
+def size(count: float) -> str:
+    """Bytes in binary units: 1572864 -> ``1.5 MiB``."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    power = min(int(math.log2(count)) // 10, 4)
+    return f"{count / 1024**power:.1f} {' KMGT'[power]}iB"
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, or hours before them: ``0:34``, ``2:05:00``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3f}"
+
+
+def _counts(values: list[int]) -> str:
+    """Near-equal counts, shortly: ``4``, ``3 and 4``, or all of them."""
+    different = sorted(set(values))
+    if len(different) == 1:
+        return str(different[0])
+    return " ".join(map(str, values)) if len(values) <= 16 else f"{different[0]} to {different[-1]}"
+
+
+def _aligned(*rows: tuple[str, str]) -> str:
+    width = max(len(label) for label, _ in rows)
+    lines = []
+    for label, text in rows:
+        first, *more = textwrap.wrap(text, 88 - width, break_long_words=False, break_on_hyphens=False)
+        lines += [f"{label:<{width}}  {first}", *(f"{'':<{width}}  {line}" for line in more)]
+    return "\n".join(lines)

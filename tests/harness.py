@@ -1,0 +1,187 @@
+"""Members in plain processes, driven by the test: real gloo groups, no Ray. And data that the reference can be given too."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeropp_ray.comm.gloo import Rendezvous, connect
+from zeropp_ray.config import RunConfig
+from zeropp_ray.layout import Member
+from zeropp_ray.member import StageMember
+from zeropp_ray.planner.plan import Plan, make_plan
+from zeropp_ray.vote import Decision, Vote, decide
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.harness"])
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Random tokens by global sample number, so that every layout and the reference see the same ones.
+
+    ``ignored``: labels are left out in unequal number per sample, and all of those of the samples in ``blank``.
+    """
+
+    vocab: int
+    seq_len: int
+    per_step: int
+    seed: int = 1
+    ignored: bool = False
+    blank: tuple[int, ...] = ()
+
+    def sample(self, number: int) -> Batch:
+        random = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        tokens = torch.randint(self.vocab, (self.seq_len + 1,), generator=random)
+        tokens = tokens.sort().values if number % 2 else tokens  # something to learn
+        labels = tokens[1:].clone()
+        if self.ignored:
+            labels[: number * 5 % self.seq_len] = -100
+        if number % self.per_step in self.blank:
+            labels[:] = -100
+        return tokens[:-1], labels
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        ids, labels = zip(*(self.sample(number) for number in numbers), strict=True)
+        return torch.stack(ids), torch.stack(labels)
+
+    def step(self, step: int, size: int) -> list[Batch]:
+        """All samples of step 0, 1, … as the reference's micro-batches of ``size``."""
+        first = step * self.per_step
+        return [self.batch(range(i, i + size)) for i in range(first, first + self.per_step, size)]
+
+
+class MemberSamples:
+    """What member (f, r) reads of them."""
+
+    def __init__(self, samples: Samples, config: RunConfig, f: int, r: int) -> None:
+        self._samples, self._parallel, self._f, self._r = samples, config.parallel, f, r
+        self.validation_rounds = 2
+
+    def microbatch(self, step: int, m: int) -> Batch:
+        p = self._parallel
+        first = step * self._samples.per_step + ((m * p.replicas + self._r) * p.shards + self._f) * p.microbatch_size
+        return self._samples.batch(range(first, first + p.microbatch_size))
+
+    def validation_microbatch(self, round: int, m: int) -> Batch:
+        return self.microbatch(1000 + round, m)
+
+
+def _serve(pipe: Any, config: RunConfig, plan: Plan, me: Member, at: Rendezvous, samples: Samples, sabotage: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        if sabotage is not None:
+            sabotage(me)
+        member = StageMember(config, plan, me, MemberSamples(samples, config, me.f, me.r))
+        member.join(connect(at, plan.layout, me, host="127.0.0.1"))
+        pipe.send(None)
+        while (request := pipe.recv()) is not None:
+            method, arguments = request
+            pipe.send(globals()[method](member, *arguments) if method in globals() else getattr(member, method)(*arguments))
+    except EOFError:
+        return
+    except BaseException:
+        pipe.send(RuntimeError(traceback.format_exc()))
+
+
+def gradients(member: StageMember) -> list[tuple[str, int, torch.Tensor]]:
+    return [(name, start, piece.clone()) for name, start, piece in member.named_shards("gradients")]
+
+
+def weights(member: StageMember) -> list[tuple[str, int, torch.Tensor]]:
+    return [(name, start, piece.clone()) for name, start, piece in member.named_shards("weights")]
+
+
+@dataclass
+class Run:
+    """The members of a layout, called together."""
+
+    config: RunConfig
+    plan: Plan
+    pipes: list[tuple[Member, Any]]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        for _, pipe in self.pipes:
+            pipe.send((method, arguments))
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        answers = [pipe.recv() for _, pipe in self.pipes]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def whole(self, what: str) -> dict[str, torch.Tensor]:
+        """``gradients`` or ``weights`` by full name, flat, put together from the shards of the first replica."""
+        pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for (me, _), shards in zip(self.pipes, self.call(what), strict=True):
+            for name, start, piece in shards if me.r == 0 else []:
+                pieces.setdefault(name, []).append((start, piece))
+        return {name: torch.cat([piece for _, piece in sorted(found, key=lambda x: x[0])]) for name, found in pieces.items()}
+
+
+@contextmanager
+def members(config: RunConfig, samples: Samples, sabotage: Callable[[Member], None] | None = None) -> Iterator[Run]:
+    plan = make_plan(config)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    at = Rendezvous(host="127.0.0.1", port=store.port, epoch=0, timeout_s=60)
+    started, pipes = [], []
+    try:
+        for me in plan.layout.members():
+            ours, theirs = _processes.Pipe()
+            process = _processes.Process(target=_serve, args=(theirs, config, plan, me, at, samples, sabotage), daemon=True)
+            process.start()
+            theirs.close()
+            started.append(process)
+            pipes.append((me, ours))
+        run = Run(config, plan, pipes)
+        run.answers()
+        yield run
+    finally:
+        for _, pipe in pipes:
+            pipe.close()
+        for process in started:
+            process.join(10)
+            process.kill()
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    validation: float
+    reports: list[Any]
+    plan: Plan
+
+
+def train(
+    config: RunConfig,
+    samples: Samples,
+    *,
+    sabotage: Callable[[Member], None] | None = None,
+    decision: Callable[[int, Sequence[Vote], float], Decision] = decide,
+) -> Trained:
+    """All steps of ``config`` as the driver takes them; gradients are the first step's, of the mean loss before clipping."""
+    with members(config, samples, sabotage) as run:
+        last, losses, first = None, [], {}
+        for step in range(1, config.train.steps + 1):
+            last = decision(step, run.call("advance", step, last), config.train.clip_norm)
+            losses.append(last.loss)
+            if not first and last.tokens:
+                first = {name: gradient / last.tokens for name, gradient in run.whole("gradients").items()}
+        run.call("flush", last)
+        reports = run.call("report")
+        sums = run.call("evaluate")
+        validation = sum(loss for loss, _ in sums) / max(1, sum(tokens for _, tokens in sums))
+        return Trained(losses, first, run.whole("weights"), validation, reports, run.plan)

@@ -1,0 +1,1 @@
+"""Communicators: the interface, and its implementation over gloo."""

@@ -1,0 +1,99 @@
+"""What the engine asks of a communicator. Device, stream and dtype questions stay behind this interface.
+
+A member belongs to three groups (:class:`Links`): its *pipeline* (the same shard and replica of every stage), its *stage* (all
+shards of one stage and replica) and its *replicas* (the same shard of the same stage). Everything is *posted* and completes in
+:meth:`Transfer.wait`; the order of posts on a rank comes from its program.
+
+Bytes are logical payload: a gather or a reduce of a chunk of ``n`` bytes (padding included) counts ``n * (F - 1) / F`` at each
+member, so a group of one counts the operation and no bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, fields
+from typing import Protocol
+
+import torch
+
+
+class PeerLost(RuntimeError):
+    """A transfer failed: the peer is gone, or did not answer within the group's time limit."""
+
+
+class Transfer(Protocol):
+    """Something posted. The tensors that it reads or writes must live until ``wait`` has returned."""
+
+    def wait(self) -> None:
+        """Block until done. Raises PeerLost."""
+
+
+@dataclass
+class Counters:
+    """Operations and logical payload bytes of one member."""
+
+    gathers: int = 0
+    gathered_bytes: int = 0
+    reduces: int = 0
+    reduced_bytes: int = 0
+    replica_reduces: int = 0
+    replica_reduced_bytes: int = 0
+    sends: int = 0
+    sent_bytes: int = 0
+    receives: int = 0
+    received_bytes: int = 0
+
+    def add(self, other: Counters) -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def set(self, other: Counters) -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(other, field.name))
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Group(ABC):
+    """Members that exchange tensors; ``rank`` is this member's place in it, ``size`` their number."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Transfer:
+        """Fill ``out`` [size * n] with the shards [n] of all members in rank order. Same dtype, contiguous."""
+
+    @abstractmethod
+    def reduce_scatter(self, full: torch.Tensor, into: torch.Tensor) -> Transfer:
+        """Add to ``into`` [n] this member's piece of ``full`` [size * n] of every member, added in rank order."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> Transfer:
+        """Sum ``tensor`` over the members, in place, added in rank order: the same bytes at every member."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        """Send a contiguous tensor to rank ``peer``. Transfers of one peer and direction match by ``tag``."""
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        """Fill a contiguous tensor from rank ``peer``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group: whoever still waits for this member fails soon instead of waiting for the time limit."""
+
+
+@dataclass
+class Links:
+    """The groups of one member in one epoch."""
+
+    pipeline: Group
+    stage: Group
+    replicas: Group
+
+    def close(self) -> None:
+        for group in (self.pipeline, self.stage, self.replicas):
+            group.close()

@@ -1,0 +1,368 @@
+"""The run configuration: typed, checked when it is read, TOML in and out.
+
+Every setting is declared once, with its default, meaning and unit. A configuration that exists is one that can run, as
+far as can be told without the data, the model's code and the machine: types, ranges and what spans fields are checked
+when it is built, from a file, the command line or Python alike. An error is one line: the field, its value, what is
+wrong, what would work.
+
+Symbols: P = stages, V = chunks, F = shards, R = replicas, N = microbatches, U = unit, b = microbatch_size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+import tomli_w
+
+from zeropp_ray.errors import ConfigError
+from zeropp_ray.schedule.costs import Costs
+from zeropp_ray.schedule.spec import ScheduleSpec, resolve
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}
+
+
+def setting(default: T, help: str, unit: str = "") -> T:
+    """A field with its meaning and unit; ``to_toml`` writes both as a comment."""
+    return field(default=default, metadata={"help": help, "unit": unit})
+
+
+def _close(name: str, known: Iterable[str]) -> str:
+    """The end of an error line: the nearest known name, or all of them."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Section:
+    """Base of the sections: checks the type of every field, then the section's own rules (``_check``)."""
+
+    SECTION: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            if name == "SECTION":
+                continue
+            kind = dict if kind not in _TYPE_NAMES else kind
+            value = getattr(self, name)
+            if kind is float and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, name, value)
+            if type(value) is not kind:
+                raise ConfigError(f"{self._shown(name)}: expected {_TYPE_NAMES[kind]}")
+            if kind is float and not math.isfinite(value):
+                raise ConfigError(f"{self._shown(name)}: expected a finite number")
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    def _shown(self, name: str) -> str:
+        value = getattr(self, name)
+        shown = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+        return f"{self.SECTION}.{name} = {shown}"
+
+    def _require(self, ok: bool, name: str, problem: str) -> None:
+        if not ok:
+            raise ConfigError(f"{self._shown(name)}: {problem}")
+
+    def _at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            self._require(getattr(self, name) >= least, name, f"must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection(_Section):
+    SECTION: ClassVar[str] = "run"
+
+    name: str = setting("", "folder of the run inside run.dir; empty: model and time of the start")
+    seed: int = setting(0, "seed of the weights at start and of the order of the data")
+    dir: str = setting("runs", "folder that holds the runs")
+
+    def _check(self) -> None:
+        self._require(
+            self.name == "" or (len(self.name) <= 100 and re.fullmatch(r"\w[\w.-]*", self.name) is not None),
+            "name",
+            "it becomes a folder name: letters, digits, '_', '-' and '.', not starting with '.' or '-', at most 100",
+        )
+        self._require(0 <= self.seed < 2**63, "seed", "must be between 0 and 2^63 - 1")
+        self._require(self.dir != "", "dir", "names no folder; use 'runs' or '.'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(_Section):
+    SECTION: ClassVar[str] = "model"
+
+    family: str = setting("llama", "built-in model family; not used with model.factory")
+    layers: int = setting(4, "transformer layers")
+    dim: int = setting(128, "width of the model")
+    heads: int = setting(4, "attention heads")
+    kv_heads: int = setting(0, "key and value heads; 0: as many as heads")
+    ffn_dim: int = setting(0, "inner width of the feed-forward part; 0: 8/3 of dim, rounded up to a multiple of 32")
+    vocab_size: int = setting(256, "number of different tokens; text is read as bytes, which are 256")
+    seq_len: int = setting(128, "length of a sequence", "tokens")
+    rope_theta: float = setting(10000.0, "base of the rotary position angles")
+    norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
+    factory: str = setting("", "your own model instead of a family: 'package.module:function'")
+    args: dict[str, Any] = field(
+        default_factory=dict, hash=False, metadata={"help": "keyword arguments for model.factory", "unit": ""}
+    )
+
+    def _check(self) -> None:
+        self._at_least(1, "vocab_size", "seq_len")
+        if self.factory:
+            self._require(
+                re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*", self.factory) is not None,
+                "factory",
+                "expected the dotted path of a function, such as 'mymodel:build' or 'mypackage.models:build'",
+            )
+            return
+        self._require(not self.args, "args", "only model.factory takes arguments; set model.factory or remove them")
+        self._require(self.family == "llama", "family", f"unknown; {_close(self.family, ['llama'])}")
+        self._at_least(1, "layers", "dim", "heads")
+        self._at_least(0, "kv_heads", "ffn_dim")
+        self._require(self.dim % 2 == 0, "dim", f"rotary positions need an even width; use {self.dim + 1}")
+        if self.dim % (2 * self.heads):
+            near = _nearest(min(self.heads, self.dim), lambda heads: self.dim % (2 * heads) == 0)
+            self._require(False, "heads", f"must cut model.dim = {self.dim} into equal parts of even width; use {near}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            near = _nearest(min(self.kv_heads, self.heads), lambda kv_heads: self.heads % kv_heads == 0)
+            self._require(False, "kv_heads", f"must divide model.heads = {self.heads}; use {near}")
+        self._require(self.rope_theta > 0, "rope_theta", "must be above 0")
+        self._require(self.norm_eps > 0, "norm_eps", "must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection(_Section):
+    SECTION: ClassVar[str] = "parallel"
+
+    stages: int = setting(2, "P: pipeline stages")
+    chunks: int = setting(2, "V: model chunks per stage; the model is cut in P*V")
+    shards: int = setting(2, "F: members of a stage, which share its parameters (ZeRO-3)")
+    replicas: int = setting(1, "R: copies of the whole stages x shards mesh")
+    microbatches: int = setting(8, "N: micro-batches per step and member")
+    microbatch_size: int = setting(2, "b: size of a micro-batch; a step takes N*b*F*R", "sequences")
+    unit: int = setting(0, "U: least size of a scheduling unit, from P to N; 0: min(N, 2P)", "micro-batches")
+    memory_limit: float = setting(0.0, "live activations of a stage; 0: largest unit + P/V", "micro-batches")
+    prefetch: bool = setting(False, "gather the next chunk ahead of its use; two are then resident at a time")
+
+    def _check(self) -> None:
+        self._at_least(1, "stages", "chunks", "shards", "replicas", "microbatches", "microbatch_size")
+        self.schedule()
+
+    def schedule(self, costs: Costs | None = None) -> ScheduleSpec:
+        """What the schedule is compiled from, with the unit, its split and the memory limit resolved and checked."""
+        return resolve(
+            self.stages, self.chunks, self.microbatches, self.unit, self.memory_limit, self.prefetch, costs=costs
+        )
+
+    @property
+    def members(self) -> int:
+        """Members of the run: P·F·R."""
+        return self.stages * self.shards * self.replicas
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per step: N·b·F·R."""
+        return self.microbatches * self.microbatch_size * self.shards * self.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection(_Section):
+    SECTION: ClassVar[str] = "data"
+
+    path: str = setting("", "a text file or a folder of them; empty: Python's own documentation")
+    validation_fraction: float = setting(0.05, "part of the text, at its end, that is held out", "fraction")
+
+    def _check(self) -> None:
+        self._require(0 < self.validation_fraction < 1, "validation_fraction", "must be between 0 and 1, such as 0.05")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection(_Section):
+    SECTION: ClassVar[str] = "train"
+
+    steps: int = setting(200, "optimizer steps", "steps")
+    lr: float = setting(3e-3, "highest learning rate, reached after the warm-up")
+    min_lr_ratio: float = setting(0.1, "learning rate at the end of the cosine, as a part of lr", "fraction")
+    warmup_steps: int = setting(20, "linear warm-up; a run that is shorter ends inside it", "steps")
+    weight_decay: float = setting(0.1, "AdamW weight decay; none on norms and biases")
+    beta1: float = setting(0.9, "AdamW decay of the mean gradient")
+    beta2: float = setting(0.95, "AdamW decay of the mean square")
+    eps: float = setting(1e-8, "AdamW divisor guard")
+    clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping")
+    eval_every: int = setting(50, "distance of evaluations; 0: only at the end", "steps")
+    eval_sequences: int = setting(256, "most sequences of the held-out part that an evaluation reads", "sequences")
+    dtype: str = setting("float32", "float32; float64 is for tests")
+
+    def _check(self) -> None:
+        self._at_least(1, "steps", "eval_sequences")
+        self._at_least(0, "warmup_steps", "weight_decay", "clip_norm", "eval_every")
+        self._require(self.lr > 0, "lr", "must be above 0, such as 3e-3")
+        self._require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "must be from 0 to 1, such as 0.1")
+        for name in ("beta1", "beta2"):
+            self._require(0 <= getattr(self, name) < 1, name, "must be at least 0 and below 1, such as 0.9")
+        self._require(self.eps > 0, "eps", "must be above 0, such as 1e-8")
+        dtypes = ["float32", "float64"]
+        self._require(self.dtype in dtypes, "dtype", f"unknown; {_close(self.dtype, dtypes)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourcesSection(_Section):
+    SECTION: ClassVar[str] = "resources"
+
+    cpus: float = setting(1.0, "Ray CPUs that a member asks for", "CPUs")
+    step_timeout_s: float = setting(600.0, "a transfer or collective that takes longer has failed", "seconds")
+
+    def _check(self) -> None:
+        self._require(self.cpus > 0, "cpus", "must be above 0, such as 1 or 0.5")
+        self._require(self.step_timeout_s > 0, "step_timeout_s", "must be above 0, such as 600")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run. Sections are checked when they are built, what spans sections here; raises ``ConfigError``."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    data: DataSection = field(default_factory=DataSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    resources: ResourcesSection = field(default_factory=ResourcesSection)
+
+    def __post_init__(self) -> None:
+        P, V = self.parallel.stages, self.parallel.chunks
+        if not self.model.factory and self.model.layers < P * V:
+            raise ConfigError(
+                f"model.layers = {self.model.layers}: fewer than the {P * V} model chunks of parallel.stages x"
+                f" parallel.chunks = {P} x {V}; use {P * V} or more layers, or fewer stages or chunks"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Build from nested tables, as TOML gives them. Unknown names are refused with the nearest known one."""
+        sections: dict[str, Any] = {}
+        for name, table in values.items():
+            if name not in SECTIONS:
+                raise ConfigError(f"[{name}]: unknown section; {_close(name, SECTIONS)}")
+            if not isinstance(table, Mapping):
+                raise ConfigError(f"{name} = {table!r}: expected a section, such as [{name}]")
+            known = [f.name for f in dataclasses.fields(SECTIONS[name])]
+            for key in table:
+                if key not in known:
+                    raise ConfigError(f"{name}.{key}: unknown key; {_known_key(name, key, known)}")
+            sections[name] = SECTIONS[name](**table)
+        return cls(**sections)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Nested tables with every field; ``from_dict`` gives the same configuration back."""
+        return dataclasses.asdict(self)
+
+    def to_toml(self) -> str:
+        """TOML with every field, its meaning and its unit as a comment."""
+        lines: list[str] = []
+        for name in SECTIONS:
+            lines.append(f"[{name}]")
+            section = getattr(self, name)
+            for item in dataclasses.fields(section):
+                value, unit = getattr(section, item.name), item.metadata["unit"]
+                if isinstance(value, dict):
+                    text = tomli_w.dumps({name: {item.name: value}}).rstrip()
+                    lines.append(f"\n{text}" if value else f"# [{name}.{item.name}]  {item.metadata['help']}")
+                    continue
+                text = tomli_w.dumps({item.name: value}).rstrip()
+                lines.append(f"{text:<28}  # {item.metadata['help']}" + (f" [{unit}]" if unit else ""))
+            lines.append("")
+        return "\n".join(lines)
+
+    def resolved(self) -> RunConfig:
+        """The same run with every automatic value (0) written out, so that a later default cannot change it."""
+        model, parallel = self.model, self.parallel
+        if not model.factory:
+            ffn_dim = model.ffn_dim or -(-8 * model.dim // (3 * 32)) * 32
+            model = dataclasses.replace(model, kv_heads=model.kv_heads or model.heads, ffn_dim=ffn_dim)
+        spec = parallel.schedule()
+        parallel = dataclasses.replace(parallel, unit=spec.unit, memory_limit=spec.memory_limit)
+        return dataclasses.replace(self, model=model, parallel=parallel)
+
+
+SECTIONS: dict[str, type[_Section]] = {
+    kind.SECTION: kind
+    for kind in (RunSection, ModelSection, ParallelSection, DataSection, TrainSection, ResourcesSection)
+}
+
+
+def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file (None: all defaults), apply ``section.key=value`` overrides in order, check the result."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such configuration file; leave it out to run the defaults") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read as a configuration file: {error}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not TOML: {error}") from None
+    for override in overrides:
+        _override(values, override)
+    return RunConfig.from_dict(values)
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    names = [name.strip() for name in key.split(".")]
+    if not equals or len(names) < 2 or not all(names):
+        raise ConfigError(f"--set {override}: expected section.key=value, such as parallel.stages=4")
+    table = values
+    for name in names[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: {name} is a value, not a table")
+    value = _parse(text.strip())
+    if not isinstance(value, str) and _is_text(names):
+        value = text.strip()  # run.name=7 is a name
+    table[names[-1]] = value
+
+
+def _parse(text: str) -> Any:
+    """A TOML value, or the text itself when it is none: ``4``, ``1e-3``, ``true``, ``[1, 2]``, ``"x"``, ``x``."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def _is_text(names: Sequence[str]) -> bool:
+    section = SECTIONS.get(names[0])
+    return section is not None and len(names) == 2 and get_type_hints(section).get(names[1]) is str
+
+
+def _known_key(section: str, key: str, known: Sequence[str]) -> str:
+    """The end of the error line for an unknown key: in this section, else in another, else all of this one."""
+    if not difflib.get_close_matches(key, known, n=1):
+        for other, kind in SECTIONS.items():
+            if key in {f.name for f in dataclasses.fields(kind)}:
+                return f"did you mean {other}.{key}?"
+        return f"[{section}] knows {', '.join(known)}"
+    return f"did you mean {section}.{difflib.get_close_matches(key, known, n=1)[0]}?"
+
+
+def _nearest(value: int, fits: Callable[[int], bool]) -> int:
+    """The number nearest to ``value`` that fits, the smaller of two; 1 must fit."""
+    return next(n for d in range(value + 1) for n in (value - d, value + d) if n >= 1 and fits(n))

@@ -1,0 +1,318 @@
+"""Runs one rank's program: the flat list of instructions that the schedule engine made and checked.
+
+The engine knows no schedule and makes no choice. It keeps what a running step holds (:class:`RunningStep`), so that an abort drops all of it
+as one object, and counts what it does, so that the plan can be held against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
+
+from zeropp_ray.comm.base import Counters, Links, PeerLost, Transfer
+from zeropp_ray.errors import MemberError
+from zeropp_ray.layout import Layout, Member
+from zeropp_ray.schedule import Action, Op
+from zeropp_ray.sharding import FlatChunk, GradientBuffers, PendingReduce
+from zeropp_ray.split_backward import WeightQueue
+
+IGNORED = -100  # a label that counts neither in the loss nor in the number of tokens
+
+Microbatches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+"""Micro-batch ``m`` of the step at hand: ids and labels, both int64 [b, s]."""
+
+
+@dataclass
+class Chunk:
+    """One chunk of this stage: how to run it, its sharded parameters, its deferred weight gradients."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    flat: FlatChunk
+    weights: WeightQueue
+    first: bool  # takes ids
+    last: bool  # gives logits
+
+    @property
+    def mine(self) -> list[torch.nn.Parameter]:
+        return self.flat.deferred
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a step adds up at one member: the loss *sum* in nats (fp64) and the valid tokens; zero except in the last stage."""
+
+    loss: float
+    tokens: int
+
+
+@dataclass
+class Measured:
+    """Peaks of one step, counted where they happen."""
+
+    live_chunks: int = 0  # chunk activations between their F and their W
+    peak_live_chunks: int = 0
+    resident_elements: int = 0
+    peak_resident_elements: int = 0
+
+
+@dataclass
+class RunningStep:
+    """Everything that a step holds while it runs. Keys are (chunk, micro-batch)."""
+
+    input_gradients: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
+    arriving: dict[tuple[str, int, int], tuple[torch.Tensor, Transfer]] = field(default_factory=dict)
+    arrived: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
+    produced: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
+    leaving: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)
+    reducing: list[PendingReduce] = field(default_factory=list)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    tokens: int = 0
+    reduces_left: dict[int, int] = field(default_factory=dict)
+
+
+class _Entry(torch.autograd.Function):
+    """Where a chunk's graph begins: makes an arrived tensor part of a graph, and catches the gradient that comes out.
+
+    The tensor becomes an ordinary, non-leaf one without a copy, so that a user's block may work on it in place, as it may in one process.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, caught: list[torch.Tensor]) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        ctx.caught = caught
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.caught.append(dx)
+        return None, None, None
+
+
+class Engine:
+    """One member's engine.
+
+    Args:
+        me, layout: where this member stands.
+        chunks: its chunks in the order of their own index.
+        links: its groups.
+        activation: shape and dtype of what crosses a chunk boundary, [b, s, h].
+    """
+
+    def __init__(
+        self,
+        *,
+        me: Member,
+        layout: Layout,
+        chunks: Sequence[Chunk],
+        links: Links,
+        counters: Counters,
+        activation: tuple[tuple[int, int, int], torch.dtype],
+    ) -> None:
+        self.me, self.layout, self.chunks, self.links, self.counters = me, layout, chunks, links, counters
+        self._shape, self._dtype = activation
+        self.buffers = GradientBuffers(max(chunk.flat.padded for chunk in chunks), self._dtype)
+        self.measured = Measured()
+        self.step = RunningStep()
+        self._microbatches: Microbatches = lambda m: (_ for _ in ()).throw(LookupError(m))
+        self._training = True
+        self._anchor = torch.zeros((), requires_grad=True)  # lets a chunk's graph begin at a tensor that has no history
+        self._do = {
+            Op.GATHER: self._gather,
+            Op.RELEASE: self._release,
+            Op.REDUCE: self._reduce,
+            Op.RECV: self._recv,
+            Op.WAIT: self._wait,
+            Op.SEND: self._send,
+            Op.DRAIN: self._drain,
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.W: self._weight_gradient,
+        }
+
+    def run(
+        self,
+        program: Sequence[Action],
+        microbatches: Microbatches,
+        *,
+        training: bool,
+        progress: Callable[[int], None] = lambda position: None,
+    ) -> Sums:
+        """Run ``program`` once. Afterwards, if ``training``, every chunk's gradient is reduced over the stage and the replicas.
+
+        ``progress`` is called with the position of each instruction before it starts, and with ``len(program)`` at the end.
+        Raises MemberError naming member and instruction.
+        """
+        self.step = step = RunningStep()
+        self.measured = Measured()
+        self._microbatches, self._training = microbatches, training
+        if training:
+            for chunk in self.chunks:
+                chunk.flat.zero_gradient()
+        for action in program:
+            if action.op is Op.REDUCE:
+                step.reduces_left[action.chunk] = step.reduces_left.get(action.chunk, 0) + 1
+        position, action = 0, program[0]
+        try:
+            with torch.set_grad_enabled(training):
+                for position, action in enumerate(program):  # noqa: B007 (named in the error)
+                    progress(position)
+                    self._do[action.op](action)
+                progress(len(program))
+                self._finish_reduces()
+                if training:
+                    self._reduce_over_replicas()
+        except Exception as error:
+            where = f"{action} (instruction {position + 1} of {len(program)})"
+            raise MemberError(f"{self.me} failed in {where}: {error}", peer_lost=isinstance(error, PeerLost)) from error
+        self._assert_empty()
+        return Sums(sum(step.losses[m].item() for m in sorted(step.losses)), step.tokens)
+
+    def abort(self) -> None:
+        """Drop the running step; shards, moments and model stay. The groups must have been closed before."""
+        self.step = RunningStep()
+        for chunk in self.chunks:
+            chunk.flat.drop_running_step()
+            chunk.weights.clear()
+        self.buffers = GradientBuffers(self.buffers.numel, self.buffers.dtype)
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def _gather(self, action: Action) -> None:
+        flat = self.chunks[action.chunk].flat
+        flat.gather()
+        self.measured.resident_elements += flat.padded
+        self.measured.peak_resident_elements = max(self.measured.peak_resident_elements, self.measured.resident_elements)
+
+    def _release(self, action: Action) -> None:
+        flat = self.chunks[action.chunk].flat
+        flat.release()
+        self.measured.resident_elements -= flat.padded
+
+    def _reduce(self, action: Action) -> None:
+        self._finish_reduces()
+        step = self.step
+        step.reduces_left[action.chunk] -= 1
+        flat = self.chunks[action.chunk].flat
+        step.reducing.append(flat.reduce(self.buffers, last=step.reduces_left[action.chunk] == 0))
+
+    def _finish_reduces(self) -> None:
+        while self.step.reducing:
+            self.step.reducing.pop(0).wait()
+
+    def _reduce_over_replicas(self) -> None:
+        group = self.links.replicas
+        if group.size == 1:
+            return
+        transfers = [group.all_reduce(chunk.flat.gradient) for chunk in self.chunks]
+        for chunk, transfer in zip(self.chunks, transfers, strict=True):
+            transfer.wait()
+            self.counters.replica_reduces += 1
+            self.counters.replica_reduced_bytes += chunk.flat.gradient.nbytes * (group.size - 1)
+
+    # -- pipeline edges -----------------------------------------------------------------------------------------------
+
+    def _edge(self, kind: str, chunk: int, microbatch: int, *, outgoing: bool) -> tuple[int, int]:
+        """(peer stage, tag) of a transfer. The tag names the boundary that is crossed, so that both ends agree on it."""
+        P = self.layout.stages
+        here = self.layout.model_chunk(self.me.p, chunk)
+        after_here = outgoing == (kind == "F")  # the boundary behind this chunk, or the one before it
+        there = here + 1 if after_here else here - 1
+        boundary = min(here, there)
+        return there % P, (microbatch * P * self.layout.chunks + boundary) * 2 + (kind == "B")
+
+    def _recv(self, action: Action) -> None:
+        peer, tag = self._edge(action.kind, action.chunk, action.microbatch, outgoing=False)
+        tensor = torch.empty(self._shape, dtype=self._dtype)
+        key = (action.kind, action.chunk, action.microbatch)
+        self.step.arriving[key] = (tensor, self.links.pipeline.receive(tensor, peer, tag))
+        self.counters.receives += 1
+        self.counters.received_bytes += tensor.nbytes
+
+    def _wait(self, action: Action) -> None:
+        key = (action.kind, action.chunk, action.microbatch)
+        tensor, transfer = self.step.arriving.pop(key)
+        transfer.wait()
+        self.step.arrived[key] = tensor
+
+    def _send(self, action: Action) -> None:
+        peer, tag = self._edge(action.kind, action.chunk, action.microbatch, outgoing=True)
+        key = (action.kind, action.chunk, action.microbatch)
+        tensor = self.step.produced.pop(key)
+        self.step.leaving[key] = self.links.pipeline.send(tensor, peer, tag)
+        self.counters.sends += 1
+        self.counters.sent_bytes += tensor.nbytes
+
+    def _drain(self, action: Action) -> None:
+        self.step.leaving.pop((action.kind, action.chunk, action.microbatch)).wait()
+
+    def _hand_on(self, kind: str, chunk: int, microbatch: int, tensor: torch.Tensor) -> None:
+        """Keep what was produced for its SEND; with one stage the neighbour chunk is here and takes it directly."""
+        if self.layout.stages == 1:
+            self.step.arrived[(kind, chunk + 1 if kind == "F" else chunk - 1, microbatch)] = tensor
+        else:
+            self.step.produced[(kind, chunk, microbatch)] = tensor
+
+    # -- compute ------------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        step, chunk = self.step, self.chunks[action.chunk]
+        c, m = action.chunk, action.microbatch
+        chunk.flat.ready()
+        if chunk.first:
+            x = self._microbatches(m)[0]
+        else:
+            x = step.arrived.pop(("F", c, m))
+            if self._training:
+                step.input_gradients[c, m] = caught = []
+                x = _Entry.apply(x, self._anchor, caught)
+        y = chunk.forward(x)
+        if chunk.last:
+            y = self._loss(m, y)
+        else:
+            if y.shape != self._shape or y.dtype != self._dtype:
+                raise ValueError(f"chunk {c} gave {y.dtype} {tuple(y.shape)}, {self._dtype} {self._shape} was expected")
+            self._hand_on("F", c, m, y.detach().contiguous())
+        if self._training:
+            # Only the graph is kept: once it was sent, the output itself is nobody's.
+            step.graphs[c, m] = get_gradient_edge(y)
+            self.measured.live_chunks += 1
+            self.measured.peak_live_chunks = max(self.measured.peak_live_chunks, self.measured.live_chunks)
+
+    def _loss(self, m: int, logits: torch.Tensor) -> torch.Tensor:
+        labels = self._microbatches(m)[1]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        loss = functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+        )
+        self.step.losses[m] = loss.detach()
+        self.step.tokens += int((labels != IGNORED).sum())
+        return loss
+
+    def _backward(self, action: Action) -> None:
+        step, chunk = self.step, self.chunks[action.chunk]
+        c, m = action.chunk, action.microbatch
+        chunk.flat.ready()
+        dy = None if chunk.last else step.arrived.pop(("B", c, m))
+        with chunk.weights.recording(m, chunk.mine):
+            torch.autograd.backward([step.graphs.pop((c, m))], None if dy is None else [dy])
+        if not chunk.first:
+            (dx,) = step.input_gradients.pop((c, m)) or (torch.zeros(self._shape, dtype=self._dtype),)
+            self._hand_on("B", c, m, dx.contiguous())
+
+    def _weight_gradient(self, action: Action) -> None:
+        chunk = self.chunks[action.chunk]
+        chunk.weights.run(action.microbatch, chunk.flat.open_gradient(self.buffers))
+        self.measured.live_chunks -= 1
+
+    def _assert_empty(self) -> None:
+        step = self.step
+        left = [step.input_gradients, step.graphs, step.arriving, step.arrived, step.produced, step.leaving, step.reducing]
+        assert not any(left), f"{self.me}: a step left {left}"
+        assert not any(len(chunk.weights) for chunk in self.chunks), f"{self.me}: weight gradients left"
+        assert not self.measured.resident_elements, f"{self.me}: parameters left resident"

@@ -1,0 +1,178 @@
+"""One member of a stage, in one process: model chunks, shards, optimizer, data and engine. Knows nothing of Ray.
+
+A step is one call, :meth:`StageMember.advance`, which first applies the decision on the step before. :meth:`StageMember.flush` applies the last
+one; it comes before evaluation and before the weights are read.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from zeropp_ray.comm.base import Counters, Links
+from zeropp_ray.config import RunConfig
+from zeropp_ray.engine import Chunk, Engine, Measured
+from zeropp_ray.layout import Member
+from zeropp_ray.models import build_owned, resolve_factory
+from zeropp_ray.optim import ShardedAdamW, learning_rate
+from zeropp_ray.planner.plan import Plan
+from zeropp_ray.sharding import FlatChunk
+from zeropp_ray.split_backward import WeightQueue, defer
+from zeropp_ray.vote import Decision, Vote
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # ids and labels, int64 [b, s]
+
+
+class MemberData(Protocol):
+    """The samples of one member."""
+
+    validation_rounds: int  # how often an evaluation runs the N micro-batches of the forward program
+
+    def microbatch(self, step: int, m: int) -> Batch:
+        """Micro-batch ``m`` of the step that has ``step`` steps before it."""
+
+    def validation_microbatch(self, round: int, m: int) -> Batch:
+        """Micro-batch ``m`` of a round of an evaluation."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a member counted: totals of all training steps, and peaks of the last one."""
+
+    counters: Counters
+    measured: Measured
+    peak_open_gradient_buffers: int
+    gradient_buffers: int
+
+
+class StageMember:
+    """Built in three calls: the constructor makes the chunks' weights, :meth:`join` shards them over the groups of an epoch."""
+
+    def __init__(self, config: RunConfig, plan: Plan, me: Member, data: MemberData) -> None:
+        self.config, self.plan, self.me, self.data = config, plan, me, data
+        self.counters = Counters()
+        self._dtype = getattr(torch, config.train.dtype)
+        self._owned = build_owned(
+            resolve_factory(config.model),
+            plan.description,
+            plan.ranges,
+            plan.layout.owned(me.p),
+            seed=config.run.seed,
+            dtype=self._dtype,
+        )
+        self._engine: Engine | None = None
+        self._links: Links | None = None
+        self._measured = Measured()  # of the last training step
+
+    def join(self, links: Links) -> None:
+        """Enter an epoch. The first one shards the weights; a later one keeps the shards and changes the groups."""
+        self._links = links
+        if self._engine is not None:
+            self._engine.links = links
+            for chunk in self._engine.chunks:
+                chunk.flat.rebind(links.stage)
+            return
+        config, plan = self.config, self.plan
+        chunks = []
+        for index in plan.layout.owned(self.me.p):
+            part = self._owned.chunks[index]
+            queue = WeightQueue()
+            deferred = defer(part.modules(), queue)
+            flat = FlatChunk(part.parameters, deferred, links.stage, self.counters)
+            chunks.append(Chunk(part, flat, queue, part.first, part.last))
+        b, s, h = config.parallel.microbatch_size, config.model.seq_len, plan.description.hidden
+        self._engine = Engine(
+            me=self.me,
+            layout=plan.layout,
+            chunks=chunks,
+            links=links,
+            counters=self.counters,
+            activation=((b, s, h), self._dtype),
+        )
+        train = config.train
+        self._optimizer = ShardedAdamW(
+            [chunk.flat for chunk in chunks],
+            betas=(train.beta1, train.beta2),
+            eps=train.eps,
+            weight_decay=train.weight_decay,
+        )
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "join comes first"
+        return self._engine
+
+    def advance(
+        self, step: int, decision: Decision | None, progress: Callable[[int], None] = lambda position: None
+    ) -> Vote:
+        """Apply the decision on step ``step - 1``, then run step ``step`` = 1, 2, … up to its vote."""
+        start = time.perf_counter()
+        self.flush(decision)
+        sums = self.engine.run(
+            self.plan.program.ranks[self.me.p],
+            lambda m: self.data.microbatch(step - 1, m),
+            training=True,
+            progress=progress,
+        )
+        self._measured = self.engine.measured
+        return Vote(sums.loss, sums.tokens, self._squared_norm(), time.perf_counter() - start)
+
+    def _squared_norm(self) -> float:
+        """Of this member's reduced gradient shards; replicas hold the same ones, and the first answers for them."""
+        if self.me.r > 0:
+            return 0.0
+        return sum(float(torch.linalg.vector_norm(chunk.flat.gradient)) ** 2 for chunk in self.engine.chunks)
+
+    def flush(self, decision: Decision | None) -> None:
+        """Commit or skip the step that ``decision`` is about; None: nothing is open."""
+        if decision is None or not decision.commit:
+            return
+        train = self.config.train
+        lr = learning_rate(
+            decision.step,
+            steps=train.steps,
+            lr=train.lr,
+            warmup_steps=train.warmup_steps,
+            min_lr_ratio=train.min_lr_ratio,
+        )
+        self._optimizer.update(lr, decision.factor)
+
+    def evaluate(self, progress: Callable[[int], None] = lambda position: None) -> tuple[float, int]:
+        """Forward only over the held-out part, under the pipeline: loss sum (nats) and tokens, zero except in the last stage."""
+        training = replace(self.counters)
+        loss, tokens = 0.0, 0
+        for round in range(self.data.validation_rounds):
+            sums = self.engine.run(
+                self.plan.evaluation.ranks[self.me.p],
+                functools.partial(self.data.validation_microbatch, round),
+                training=False,
+                progress=progress,
+            )
+            loss, tokens = loss + sums.loss, tokens + sums.tokens
+        self.counters.set(training)  # what is reported is training traffic
+        return loss, tokens
+
+    def abort(self) -> None:
+        """Leave the epoch and drop the running step. Callable from another thread while a step blocks."""
+        if self._links is not None:
+            self._links.close()
+
+    def report(self) -> Report:
+        buffers = self.engine.buffers
+        return Report(self.counters, self._measured, buffers.peak_open, buffers.allocated)
+
+    def named_shards(self, what: str = "weights") -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(full name, first element, piece) of every parameter part in this member's shards; ``weights`` or ``gradients``."""
+        begin_of = self.me.f
+        for chunk in self.engine.chunks:
+            flat = chunk.flat
+            source = flat.shard if what == "weights" else flat.gradient
+            for slot in flat.slots:
+                piece = flat.local(slot, source)
+                if piece.numel():
+                    yield slot.name, max(begin_of * flat.shard_numel - slot.offset, 0), piece

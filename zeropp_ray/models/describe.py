@@ -1,0 +1,332 @@
+"""What the rest of the system must know of a model before anyone builds it: its parts, their parameters and costs.
+
+Nothing is asked of the user but the layered-model protocol. Which parameters a part uses is read from the autograd
+graph of a trial forward on the meta device, so `embed` and `head` may be methods over any modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from zeropp_ray.errors import ConfigError
+from zeropp_ray.models.build import initialiser, own_tensors, seeded
+from zeropp_ray.models.layered import Factory
+
+
+@dataclass(frozen=True)
+class Part:
+    """The embedding, one block, or the head."""
+
+    name: str
+    parameters: dict[str, tuple[int, ...]]  # full name -> shape, in the model's order
+    flops: int  # of the forward, per sequence
+    linear_flops: int  # those of them in `nn.Linear`, whose weight gradient is deferred
+    saved_elements: int  # elements that autograd keeps from the forward of one sequence, parameters aside
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters."""
+        return sum(torch.Size(shape).numel() for shape in self.parameters.values())
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """FLOPs per sequence of (F, B, W): the gradient of an input costs a forward, and so does that of a weight."""
+        return self.flops, 2 * self.flops - self.linear_flops, self.linear_flops
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model's parts and sizes. Plain data; the same for every member of a run."""
+
+    embed: Part
+    blocks: tuple[Part, ...]
+    head: Part
+    seq_len: int
+    hidden: int
+    vocab: int
+    whole: str = ""  # why the model cannot be built on the meta device; empty if it can
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (self.embed, *self.blocks, self.head)
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters."""
+        return sum(part.elements for part in self.parts)
+
+    def parts_of(self, ranges: Sequence[range], chunk: int) -> tuple[Part, ...]:
+        """The parts of one model chunk, in the order of the forward; `ranges` are the blocks of every chunk."""
+        first = (self.embed,) if chunk == 0 else ()
+        last = (self.head,) if chunk == len(ranges) - 1 else ()
+        return (*first, *(self.blocks[i] for i in ranges[chunk]), *last)
+
+
+def describe(factory: Factory, seq_len: int, *, seed: int = 0) -> ModelDescription:
+    """Try the model on one sequence of `seq_len` tokens: on the meta device, or, if it cannot, whole on the CPU.
+
+    `ConfigError` when the model breaks the layered-model protocol, or needs what is not supported yet: parameters that
+    are shared, frozen or unused, random numbers or changed buffers in the forward.
+    """
+    whole = ""
+    try:
+        with torch.device("meta"):
+            model = factory()
+        _check_protocol(model)
+        whole = _obstacle(model)
+        if not whole:
+            return _probe(model, seq_len, torch.device("meta"), "")
+    except ConfigError:
+        raise
+    except Exception as error:
+        whole = _one_line(error)
+    try:
+        with seeded(seed):
+            model = factory()
+        _check_protocol(model)
+        return _probe(model, seq_len, torch.device("cpu"), whole)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _refuse(
+            f"building the model and running one sequence failed, {_one_line(error)}; check model.args"
+        ) from error
+
+
+def _check_protocol(model: Any) -> None:
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise _refuse(f"returns {kind}; it must return a torch.nn.Module with embed, blocks and head")
+    for part in ("embed", "head"):
+        if not callable(getattr(model, part, None)):
+            raise _refuse(f"{kind} has no {part}; give it a module or a method of that name")
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, Sequence | nn.ModuleList | nn.Sequential) or not len(blocks):
+        raise _refuse(f"{kind} has no blocks; give it `blocks`, an nn.ModuleList of at least one module")
+    if not all(isinstance(block, nn.Module) for block in blocks):
+        raise _refuse(f"{kind} has blocks that are not modules; make `blocks` an nn.ModuleList")
+
+
+def _obstacle(model: nn.Module) -> str:
+    """Why this model, built on meta, cannot be initialised module by module; empty if it can.
+
+    An initialiser has to write all of its module's own tensors and no others: else a weight would start as garbage, or
+    in a way that depends on what else the member owns.
+    """
+    owner = {_storage(tensor): module for module in model.modules() for tensor in own_tensors(module).values()}
+    for name, module in model.named_modules():
+        kind = f"{name or 'the model'} ({type(module).__name__})"
+        plain = [value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")]
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain)):
+            return f"{kind} keeps a tensor that is neither a parameter nor a buffer"
+        if not own_tensors(module):
+            continue
+        initialise = initialiser(model, module)
+        if initialise is None:
+            return f"{kind} has parameters or buffers of its own and no reset_parameters()"
+        with _Watch() as watch, torch.no_grad():
+            initialise()
+        missed = [key for key, tensor in own_tensors(module).items() if _storage(tensor) not in watch.written]
+        if not missed and all(owner.get(storage, module) is module for storage in watch.written):
+            continue
+        fault = f"leaves its {missed[0]} as it was" if missed else "writes to other modules too"
+        if hasattr(model, "init_module"):
+            raise _refuse(
+                f"init_module, called with {kind}, {fault}; it must write all that this module itself holds, only that"
+            )
+        return f"reset_parameters() of {kind} {fault}"
+    return ""
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which storages are written in place, and whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+        self.random = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments
+        given = (
+            {a.name: a.default_value for a in arguments}
+            | dict(zip((a.name for a in arguments), args, strict=False))
+            | kwargs
+        )
+        for argument in arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = tree_leaves(given.get(argument.name))
+                self.written |= {_storage(tensor) for tensor in written if isinstance(tensor, Tensor)}
+        # Attention kernels carry the tag for the dropout that they could do.
+        if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p") != 0.0:
+            self.random = str(func)
+        return func(*args, **kwargs)
+
+
+def _probe(model: Any, seq_len: int, device: torch.device, whole: str) -> ModelDescription:
+    """Run embed, each block and head once on one sequence, and note what each uses and costs."""
+    trial = _Trial(model)
+    h = trial.run("embed", model.embed, torch.zeros(1, seq_len, dtype=torch.int64, device=device))
+    if h.ndim != 3 or h.shape[:2] != (1, seq_len) or not h.is_floating_point():
+        raise _refuse(f"embed returns {_kind(h)} for ids [1, {seq_len}]; it must return h [1, {seq_len}, hidden]")
+    for i, block in enumerate(model.blocks):
+        y = trial.run(f"blocks.{i}", block, h)
+        if y.shape != h.shape or y.dtype != h.dtype:
+            raise _refuse(f"blocks.{i} turns {_kind(h)} into {_kind(y)}; a block must keep shape and dtype")
+        h = y
+    logits = trial.run("head", model.head, h)
+    if logits.ndim != 3 or logits.shape[:2] != (1, seq_len):
+        raise _refuse(f"head returns {_kind(logits)}; it must return logits [1, {seq_len}, vocabulary]")
+    unused = [name for name in trial.names.values() if name not in trial.users]
+    if unused:
+        raise _refuse(
+            f"no part uses {unused[0]} to make the logits; unused parameters are not supported yet, remove it"
+        )
+    embed, *blocks, head = trial.parts
+    return ModelDescription(embed, tuple(blocks), head, seq_len, h.shape[-1], logits.shape[-1], whole)
+
+
+class _Trial:
+    """A trial forward, part by part."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names: dict[int, str] = {}  # id of a parameter -> its full name
+        self.users: dict[str, str] = {}  # full name -> the part that uses it
+        self.parts: list[Part] = []
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                first = self.names.setdefault(id(parameter), name)
+                if first != name:
+                    raise _refuse(
+                        f"{name} and {first} are one parameter; tied parameters are not supported yet, untie them"
+                    )
+                if not parameter.requires_grad:
+                    raise _refuse(f"{name} has requires_grad=False; frozen parameters are not supported yet, train it")
+
+    def run(self, part: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(x.is_floating_point())
+        buffers = {_storage(buffer): name for name, buffer in self.model.named_buffers()}
+        saved = _Saved(self.model)
+        with (
+            _linear_flops(self.model) as linear,
+            FlopCounterMode(display=False) as counter,
+            _Watch() as watch,
+            saved,
+            torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor),
+        ):
+            y = function(x.clone())  # not a leaf, as in a whole model: a part may work on it in place
+        if not isinstance(y, Tensor):
+            raise _refuse(f"{part} returns {type(y).__name__}; it must return one tensor")
+        if watch.random:
+            raise _refuse(f"{part} draws random numbers ({watch.random}); that is not supported yet, set dropout to 0")
+        changed = [buffers[storage] for storage in watch.written if storage in buffers]
+        if changed:
+            raise _refuse(f"{part} changes its buffer {changed[0]} in the forward; that is not supported yet")
+        used = set()
+        for leaf in _leaves(y):
+            name = self.names.get(id(leaf))
+            if name is not None:
+                used.add(name)
+                if self.users.setdefault(name, part) != part:
+                    raise _refuse(
+                        f"{name} is used by {self.users[name]} and {part}; shared parameters are not supported yet, "
+                        "give each its own"
+                    )
+            elif leaf is not x:
+                raise _refuse(
+                    f"{part} uses a parameter {_kind(leaf)} that is not registered in the model; make it an "
+                    "nn.Parameter of one of its modules, and lists of modules an nn.ModuleList"
+                )
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters() if name in used}
+        self.parts.append(Part(part, shapes, counter.get_total_flops(), sum(linear), saved.elements))
+        return y
+
+
+class _Saved(TorchFunctionMode):
+    """What autograd keeps from a forward, parameters aside. Views of one storage count once.
+
+    On meta, attention falls back to a kernel that keeps the matrix of scores; what trains keeps its inputs and output only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._weights = {_storage(parameter) for parameter in model.parameters()}
+        self._kept: dict[int, Tensor] = {}
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in self._weights:
+            self._kept.setdefault(_storage(tensor), tensor)
+        return tensor
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in self._kept.values())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            y = func(*args, **kwargs)
+        for tensor in (*args, *kwargs.values(), y):
+            if isinstance(tensor, Tensor):
+                self.keep(tensor)
+        return y
+
+
+def _leaves(y: Tensor) -> Iterator[Tensor]:
+    """The tensors whose `.grad` a backward from `y` would fill."""
+    seen, todo = set(), [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        todo.extend(following for following, _ in node.next_functions)
+
+
+@contextmanager
+def _linear_flops(model: nn.Module) -> Iterator[list[int]]:
+    """Collects the FLOPs of each call of an `nn.Linear` of the model."""
+    flops: list[int] = []
+
+    def count(module: nn.Linear, args: Any, y: Tensor) -> None:
+        flops.append(2 * y.numel() * module.in_features)
+
+    handles = [m.register_forward_hook(count) for m in model.modules() if type(m) is nn.Linear]
+    try:
+        yield flops
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of the memory behind a tensor, also on meta; views share it."""
+    return tensor.untyped_storage()._cdata
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _refuse(what: str) -> ConfigError:
+    return ConfigError(f"model.factory: {what}")

@@ -1,0 +1,78 @@
+"""The plan of a run: how the model is cut, the program of every stage, and what both will take. Made before any actor starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zeropp_ray.config import RunConfig
+from zeropp_ray.errors import ConfigError
+from zeropp_ray.layout import Layout
+from zeropp_ray.models.cut import chunk_costs, cut_model
+from zeropp_ray.models.describe import ModelDescription, describe
+from zeropp_ray.models.layered import resolve_factory
+from zeropp_ray.planner.memory import predict_memory
+from zeropp_ray.schedule import Costs, Program, compile_forward, compile_program, resolve
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that the members must agree on. Plain data, the same bytes at each."""
+
+    layout: Layout
+    description: ModelDescription
+    ranges: tuple[range, ...]  # blocks of every model chunk
+    program: Program
+    evaluation: Program  # forward only
+
+    def table(self, config: RunConfig) -> dict[str, Any]:
+        """The numbers that are shown before a run, and ``predicted_memory`` of the fullest member in bytes by kind."""
+        spec, description, program = self.program.spec, self.description, self.program
+        sequences = config.parallel.global_batch
+        stages = [predict_memory(self, config, stage) for stage in range(self.layout.stages)]
+        return {
+            "model": config.model.factory or config.model.family,
+            "parameters": description.elements,
+            "built_whole": description.whole,
+            "layout": f"{spec.stages} stages x {self.layout.shards} shards x {self.layout.replicas} replicas, "
+            f"{spec.chunks} chunks a stage",
+            "units": list(spec.units),
+            "chunks": [len(blocks) for blocks in self.ranges],
+            "global_batch": sequences,
+            "tokens_per_step": sequences * config.model.seq_len,
+            "predicted_memory": max(stages, key=lambda kinds: sum(kinds.values())),
+            "bubble": program.bubble,
+            "gathers": max(program.gathers),
+            "reduces": max(program.reduces),
+            "limit": spec.memory_limit,
+        }
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Try the model on the meta device, cut it by cost, compile and check both programs.
+
+    Raises ConfigError for a model or layout that cannot run, ScheduleError if a program fails its check.
+    """
+    parallel = config.parallel
+    layout = Layout(
+        stages=parallel.stages, chunks=parallel.chunks, shards=parallel.shards, replicas=parallel.replicas
+    )
+    description = describe(resolve_factory(config.model), config.model.seq_len, seed=config.run.seed)
+    ranges = tuple(cut_model(description, layout.stages * layout.chunks))
+    for chunk, blocks in enumerate(ranges):
+        if not any(part.parameters for part in description.parts_of(ranges, chunk)):
+            raise ConfigError(
+                f"parallel.stages x parallel.chunks = {layout.stages} x {layout.chunks}: model chunk {chunk} would be blocks "
+                f"{blocks.start} to {blocks.stop - 1}, which have no parameters; use fewer chunks, or join such blocks with their neighbours"
+            )
+    F, B, W = (tuple(round(cost, 4) for cost in costs) for costs in chunk_costs(description, ranges))
+    spec = resolve(
+        stages=parallel.stages,
+        chunks=parallel.chunks,
+        microbatches=parallel.microbatches,
+        unit=parallel.unit,
+        memory_limit=parallel.memory_limit,
+        prefetch=parallel.prefetch,
+        costs=Costs(F=F, B=B, W=W, comm=0.0),
+    )
+    return Plan(layout, description, ranges, compile_program(spec), compile_forward(spec))

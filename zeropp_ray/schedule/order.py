@@ -1,0 +1,140 @@
+"""The first pass: in which order each rank runs its ``F``, ``B`` and ``W``. Made by replaying the costs, then static.
+
+ZeroPP's blockwise, task-interleaved order (Tang et al., arXiv 2402.03791). The phases of a unit are ::
+
+    F(0) | F(1) | … | F(V-2) | F(V-1)+B(V-1) | B(V-2) | … | B(1) | B(0)+F(0 of the next unit)
+
+where ``+`` marks blocks of the same chunk: they share one residency of its parameters and interleave freely.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from zeropp_ray.schedule.actions import Action, Op
+from zeropp_ray.schedule.spec import ScheduleSpec
+
+
+class Phase(NamedTuple):
+    """One residency of a chunk: the micro-batches whose ``F`` and whose ``B`` run in it (first, past-the-last)."""
+
+    chunk: int
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+_NONE = (0, 0)
+_NEVER = 1 << 200  # later than any time
+
+
+def phases(spec: ScheduleSpec) -> list[Phase]:
+    """The phases of a step, the same for every rank: ``(2V-2)·K + 1`` of them, and one when ``V = 1``."""
+    last = spec.chunks - 1
+    if last == 0:  # the one chunk stays: forwards and backwards of all units in one phase
+        whole = (0, spec.microbatches)
+        return [Phase(0, whole, whole)]
+    bounds = spec.unit_bounds
+    result = [Phase(0, bounds[0], _NONE)]
+    for unit, following in zip(bounds, [*bounds[1:], _NONE], strict=True):
+        result += [Phase(chunk, unit, _NONE) for chunk in range(1, last)]
+        result += [Phase(last, unit, unit)]
+        result += [Phase(chunk, _NONE, unit) for chunk in range(last - 1, 0, -1)]
+        result += [Phase(0, following, unit)]
+    return result
+
+
+def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
+    """Compute actions per rank, from a greedy replay of the costs. The same input gives the same order.
+
+    ``F`` and ``B`` run only in their phase, in micro-batch order. Of what can run, ``B`` goes before ``F`` and ``F``
+    before ``W``: a ``W`` fills time in which neither can run, or makes room when the live-activation limit holds ``F``
+    back. The ``W`` of a rank run in the order of their ``B``, so at most one gradient buffer is open.
+
+    The replay is event-driven: a rank decides when it becomes free, or when what it waits for arrives.
+    """
+    stages, last, limit = spec.stages, spec.model_chunks - 1, spec.live_chunks
+    cost = spec.costs.ticks()
+    comm = cost.comm if stages > 1 else 0
+    # The ranks share the actions: a large program is then small in memory, and quick to make.
+    forward, backward, weight = (
+        [[Action(op, v, m) for m in range(spec.microbatches)] for v in range(spec.chunks)] for op in (Op.F, Op.B, Op.W)
+    )
+    # When the input of each F and B is there, per model chunk and micro-batch.
+    f_ready = [[_NEVER] * spec.microbatches for _ in range(spec.model_chunks)]
+    b_ready = [[_NEVER] * spec.microbatches for _ in range(spec.model_chunks)]
+    f_ready[0] = [0] * spec.microbatches
+
+    ranks = [_Rank(phases(spec)) for _ in range(stages)]
+    events = [(0, p) for p in range(stages)]  # sorted, hence a heap
+    while events:
+        now, p = heappop(events)
+        rank = ranks[p]
+        if rank.free_at > now:
+            continue  # woken before, and busy since
+        v = rank.chunk
+        c = v * stages + p
+        b_at = b_ready[c][rank.b] if rank.b < rank.b_end else _NEVER
+        f_at = f_ready[c][rank.f] if rank.f < rank.f_end and rank.live < limit else _NEVER
+        if b_at <= now:
+            m = rank.b
+            end = now + cost.B[c]
+            rank.order.append(backward[v][m])
+            rank.pending.append((v, m))
+            rank.b += 1
+            if c > 0:
+                b_ready[c - 1][m] = end + comm
+                heappush(events, (end + comm, (p - 1) % stages))
+        elif f_at <= now:
+            m = rank.f
+            end = now + cost.F[c]
+            rank.order.append(forward[v][m])
+            rank.live += 1
+            rank.f += 1
+            if c < last:
+                f_ready[c + 1][m] = end + comm
+                heappush(events, (end + comm, (p + 1) % stages))
+            else:
+                b_ready[c][m] = end
+        elif rank.pending:
+            v, m = rank.pending.popleft()
+            end = now + cost.W[v * stages + p]
+            rank.order.append(weight[v][m])
+            rank.live -= 1
+        else:
+            continue  # every input that arrives has an event of its own
+        rank.free_at = end
+        heappush(events, (end, p))
+        if rank.f == rank.f_end and rank.b == rank.b_end:
+            rank.next_phase()
+    return [rank.order for rank in ranks]
+
+
+class _Rank:
+    """Where a rank is: its phase, the next ``F`` and ``B`` in it, and what it holds."""
+
+    __slots__ = ("b", "b_end", "chunk", "f", "f_end", "free_at", "live", "order", "pending", "phases")
+
+    def __init__(self, phases: list[Phase]) -> None:
+        self.phases = iter(phases)
+        self.order: list[Action] = []
+        self.pending: deque[tuple[int, int]] = deque()  # chunk and micro-batch of each B whose W has not run
+        self.live = 0  # chunk activations, each from its F to its W
+        self.free_at = 0
+        self.chunk = 0
+        self.next_phase()
+
+    def next_phase(self) -> None:
+        self.chunk, (self.f, self.f_end), (self.b, self.b_end) = next(self.phases, Phase(self.chunk, _NONE, _NONE))
+
+
+def forward_order(spec: ScheduleSpec) -> list[list[Action]]:
+    """Forwards only, for evaluation: ``F(0) | F(1) | … | F(V-1)`` per unit. Nothing to trade: no replay is needed."""
+    order = [
+        Action(Op.F, chunk, m)
+        for start, stop in spec.unit_bounds
+        for chunk in range(spec.chunks)
+        for m in range(start, stop)
+    ]
+    return [order[:] for _ in range(spec.stages)]

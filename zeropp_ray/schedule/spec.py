@@ -1,0 +1,154 @@
+"""What a schedule is made for: the resolved numbers, checked, and the geometry of the looped placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zeropp_ray.errors import ConfigError
+from zeropp_ray.schedule.costs import Costs
+from zeropp_ray.schedule.units import default_limit, default_unit, least_limit_chunks, split_units
+
+_SLACK = 1e-9  # a limit of 8.6666666667 with V=3 means 26 chunks
+
+
+class Edge(NamedTuple):
+    """One FIFO of messages between two ranks: ``kind`` "F" carries activations, "B" gradients."""
+
+    source: int
+    destination: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.source}→{self.destination} {self.kind}"
+
+
+class Hop(NamedTuple):
+    """Where a chunk's message goes to, or comes from: the edge, and the chunk at its other end."""
+
+    edge: Edge
+    chunk: int
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """Resolved input of the schedule passes; make it with :func:`resolve`.
+
+    ``memory_limit`` is in whole-stage micro-batches: a chunk's activation counts ``1/V`` from its ``F`` to its ``W``.
+    Placement is looped: chunk ``v`` of rank ``p`` is model chunk ``v·P + p``.
+    """
+
+    stages: int
+    chunks: int
+    microbatches: int
+    unit: int
+    units: tuple[int, ...]
+    memory_limit: float
+    prefetch: bool
+    costs: Costs
+
+    @property
+    def model_chunks(self) -> int:
+        return self.stages * self.chunks
+
+    @property
+    def live_chunks(self) -> int:
+        """The memory limit as a whole number of chunk activations."""
+        return math.floor(self.memory_limit * self.chunks + _SLACK)
+
+    @property
+    def unit_bounds(self) -> list[tuple[int, int]]:
+        """First and past-the-last micro-batch of each unit."""
+        bounds, start = [], 0
+        for size in self.units:
+            bounds.append((start, start + size))
+            start += size
+        return bounds
+
+    def model_chunk(self, rank: int, chunk: int) -> int:
+        """The model chunk that is chunk ``v`` of a rank."""
+        return chunk * self.stages + rank
+
+    def outgoing(self, rank: int, chunk: int, kind: str) -> Hop | None:
+        """Where a chunk's output activation ("F") or input gradient ("B") goes; None at the model's ends and if P=1."""
+        step = 1 if kind == "F" else -1
+        target = self.model_chunk(rank, chunk) + step
+        if self.stages == 1 or not 0 <= target < self.model_chunks:
+            return None
+        other, owner = divmod(target, self.stages)
+        return Hop(Edge(rank, owner, kind), other)
+
+    def incoming(self, rank: int, chunk: int, kind: str) -> Hop | None:
+        """Where a chunk's input activation ("F") or output gradient ("B") comes from; None as for :meth:`outgoing`."""
+        hop = self.outgoing(rank, chunk, "B" if kind == "F" else "F")
+        return hop and Hop(Edge(hop.edge.destination, rank, kind), hop.chunk)
+
+
+def resolve(
+    stages: int,
+    chunks: int,
+    microbatches: int,
+    unit: int = 0,
+    memory_limit: float = 0.0,
+    prefetch: bool = False,
+    costs: Costs | None = None,
+    name: Callable[[str], str] = "parallel.{}".format,
+) -> ScheduleSpec:
+    """Fill in the defaults and check the numbers against each other.
+
+    Args:
+        stages, chunks, microbatches: ``P``, ``V``, ``N``, each at least 1, with ``N ≥ P``.
+        unit: the least unit size ``U``, ``P ≤ U ≤ N``; 0 takes ``min(N, 2P)``.
+        memory_limit: live activations in whole-stage micro-batches; 0 takes ``u + P/V``.
+        costs: per model chunk; None takes 1, 1, 1, 0.
+        name: how an error calls a field; the default names the key of the run configuration.
+
+    Raises:
+        ConfigError: naming the field, its value and a value that works.
+    """
+    for field, value in (("stages", stages), ("chunks", chunks), ("microbatches", microbatches)):
+        if value < 1:
+            raise ConfigError(f"{name(field)} = {value}: must be at least 1")
+    if microbatches < stages:
+        raise ConfigError(
+            f"{name('microbatches')} = {microbatches}: fewer than {name('stages')} = {stages} fill no pipeline; "
+            f"{name('microbatches')} = {stages} or more works"
+        )
+    if unit < 0 or (unit and not stages <= unit <= microbatches):
+        side = f"below {name('stages')}" if unit < stages else f"above {name('microbatches')}"
+        raise ConfigError(
+            f"{name('unit')} = {unit}: {side}; a unit holds {stages} to {microbatches} micro-batches here, "
+            f"{name('unit')} = {default_unit(microbatches, stages)} works"
+        )
+    unit = unit or default_unit(microbatches, stages)
+    units = split_units(microbatches, unit)
+    if not math.isfinite(memory_limit) or memory_limit < 0:
+        raise ConfigError(
+            f"{name('memory_limit')} = {memory_limit}: not a number of micro-batches; 0 takes the default, "
+            f"{_number(default_limit(units, stages, chunks))}"
+        )
+    limit = memory_limit or default_limit(units, stages, chunks)
+    needed = least_limit_chunks(units, chunks)
+    if math.floor(limit * chunks + _SLACK) < needed:
+        raise ConfigError(
+            f"{name('memory_limit')} = {_number(limit)}: no schedule exists for units of {max(units)} micro-batches, "
+            f"{chunks} chunks; the least limit is {_rounded_up(needed, chunks)} (in whole-stage micro-batches)"
+        )
+    if costs is None:
+        costs = Costs.uniform(stages * chunks)
+    if len(costs.F) != stages * chunks:
+        raise ConfigError(
+            f"cost: {len(costs.F)} values for {stages} × {chunks} model chunks; give {stages * chunks}, one for each"
+        )
+    return ScheduleSpec(stages, chunks, microbatches, unit, tuple(units), limit, prefetch, costs)
+
+
+def _number(value: float) -> str:
+    return f"{value:.10g}"
+
+
+def _rounded_up(numerator: int, denominator: int) -> str:
+    """The quotient in decimals, rounded up where it does not end, so that typing it back in works."""
+    return _number(math.ceil(numerator * 10**4 / denominator) / 10**4)
