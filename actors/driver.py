@@ -1,7 +1,8 @@
-"""The driver actor of a run: it owns members, placement group, rendezvous and epoch, issues the steps and keeps the record.
+"""The driver actor of a run: it owns members, placement group, rendezvous and epoch, issues the steps and keeps the
+record.
 
-It computes nothing and no tensor passes it. A step is one call per member; control costs one round, because the decision on a step goes
-out with the call that starts the next one.
+It computes nothing and no tensor passes it. A step is one call per member; control costs one round, because the
+decision on a step goes out with the call that starts the next one.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import json
 import math
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +27,9 @@ from actors.stage_group import MemberHandle, StageGroup
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ZeroppError
 
+Event = dict[str, Any]
+
+TELL_S = 0.5  # the job process hears of steps at most this often
 PLACE_S = 60.0  # how long the members' bundles are waited for
 START_S = 120.0  # how long members may take to start and to build
 GONE_S = 3.0  # how long the end of killed processes is waited for
@@ -34,53 +37,54 @@ GONE_S = 3.0  # how long the end of killed processes is waited for
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a driver needs to know of where it runs: the run's folder, scratch for progress files, and the directory it was started from."""
+    """What a driver needs to know of where it runs:
+
+    the run's folder, scratch for progress files, and the directory it was started from.
+    """
 
     path: Path
     scratch: Path
     start_directory: str
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})
+@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
 class RunDriver:
-    """One per run. ``run`` does it all; ``events`` tells the job process how it goes, meanwhile."""
+    """One per run. It has no control threads: Ray's loop for them alone would cost it 0.6% of a core."""
 
-    def __init__(self) -> None:
-        self._events: list[dict[str, Any]] = []
-        self._news = threading.Condition()
+    def run(self, config: dict[str, Any], plan: Any, folder: RunFolder) -> Iterator[list[Event]]:
+        """Train to the end; call it with ``num_returns="streaming"``. Yields what happened, at most every
+        :data:`TELL_S` seconds.
 
-    @ray.method(concurrency_group="control")
-    def events(self, after: int, timeout_s: float) -> list[dict[str, Any]]:
-        """Events number ``after`` and later; waits up to ``timeout_s`` for the first."""
-        with self._news:
-            self._news.wait_for(lambda: len(self._events) > after, timeout_s)
-            return self._events[after:]
-
-    @ray.method(concurrency_group="control")
-    def identify(self) -> int:
-        """The process id of the driver."""
-        return os.getpid()
-
-    def run(self, config: dict[str, Any], plan: Any, folder: RunFolder) -> dict[str, Any]:
-        """Train to the end. Returns the summary, or ``{"error": cause}``; either way nothing of the run is left running."""
-        run = Run(RunConfig.from_dict(config), plan, folder, self._tell)
+        The last event is ``{"kind": "done", "summary": …}`` or ``{"kind": "failed", "error": cause}``; by then nothing
+        of the run is left.
+        """
+        run = Run(RunConfig.from_dict(config), plan, folder)
         try:
             with run.members():
-                return run.train()
+                yield from _in_batches(run.train())
+            yield [{"kind": "done", "summary": run.summary}]
         except ZeroppError as error:
-            return {"error": str(error)}
+            yield [{"kind": "failed", "error": str(error)}]
 
-    def _tell(self, event: dict[str, Any]) -> None:
-        with self._news:
-            self._events.append(event)
-            self._news.notify_all()
+
+def _in_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
+    """Each item costs the driver as much as an actor call, so steps are told together."""
+    batch: list[Event] = []
+    told = -math.inf
+    for event in events:
+        batch.append(event)
+        if time.monotonic() - told >= TELL_S:
+            yield batch
+            batch, told = [], time.monotonic()
+    yield batch
 
 
 class Run:
     """The members of a run and the loop over its steps."""
 
-    def __init__(self, config: RunConfig, plan: Any, folder: RunFolder, tell: Callable[[dict[str, Any]], None]) -> None:
-        self._config, self._plan, self._folder, self._tell = config, plan, folder, tell
+    def __init__(self, config: RunConfig, plan: Any, folder: RunFolder) -> None:
+        self._config, self._plan, self._folder = config, plan, folder
+        self.summary: dict[str, Any] = {}
         self._stages: list[StageGroup] = []
         self._epoch = 0
         self._evaluating = False
@@ -104,8 +108,8 @@ class Run:
             remove_placement_group(group)
             free = ray.available_resources().get("CPU", 0)
             raise ZeroppError(
-                f"{size} members of {cpus:g} CPUs each found no place within {PLACE_S:g} s: the cluster has {free:g} CPUs free; "
-                "wait until others finish, add nodes, or lower resources.cpus"
+                f"{size} members of {cpus:g} CPUs each found no place within {PLACE_S:g} s: the cluster has {free:g} "
+                "CPUs free; wait until others finish, add nodes, or lower resources.cpus"
             )
         return group
 
@@ -152,7 +156,7 @@ class Run:
         while any(map(_running, pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
         shutil.rmtree(self._folder.scratch, ignore_errors=True)
-        self._store = None
+        del self._store
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -181,8 +185,8 @@ class Run:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def train(self) -> dict[str, Any]:
-        """All steps, evaluations and the record. Returns the summary."""
+    def train(self) -> Iterator[Event]:
+        """All steps, evaluations and the record. Leaves :attr:`summary`."""
         from zeropp_ray.optim import learning_rate
         from zeropp_ray.vote import decide
 
@@ -190,9 +194,9 @@ class Run:
         record = Record(self._folder.path)
         decision, validation = None, math.nan
         for step in range(1, train.steps + 1):
-            with record.step():
-                votes = self._call("advance", step, decision, timeout_s=limit)
-                decision = decide(step, votes, train.clip_norm)
+            record.begin_step()
+            votes = self._call("advance", step, decision, timeout_s=limit)
+            decision = decide(step, votes, train.clip_norm)
             lr = learning_rate(
                 step,
                 steps=train.steps,
@@ -200,13 +204,13 @@ class Run:
                 warmup_steps=train.warmup_steps,
                 min_lr_ratio=train.min_lr_ratio,
             )
-            self._tell(record.committed(decision, lr, max(vote.seconds for vote in votes), train.steps))
+            yield record.committed(decision, lr, max(vote.seconds for vote in votes), train.steps)
             if step == train.steps or (train.eval_every and step % train.eval_every == 0):
                 self._call("flush", decision, timeout_s=limit)
                 decision = None
                 validation = self._evaluate()
-                self._tell(record.evaluated(step, validation))
-        return record.finish(self._call("report", timeout_s=limit), validation)
+                yield record.evaluated(step, validation)
+        self.summary = record.finish(self._call("report", timeout_s=limit), validation)
 
     def _evaluate(self) -> float:
         """Validation loss in nats per token: summed over all members, then divided."""
@@ -218,7 +222,10 @@ class Run:
 
 
 class Record:
-    """What is written about a run while it goes on: ``metrics.jsonl``, one line a step or evaluation, and ``summary.json``."""
+    """What is written about a run while it goes on:
+
+    ``metrics.jsonl``, one line a step or evaluation, and ``summary.json``.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -229,17 +236,14 @@ class Record:
         self._seconds: list[float] = []
         self._own: list[tuple[float, float]] = []  # the driver's process time and its blocked time, of each step
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        wall, process = time.perf_counter(), time.process_time()
-        yield
-        self._seconds.append(time.perf_counter() - wall)
-        self._process = time.process_time() - process
+    def begin_step(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
 
-    def committed(self, decision: Any, lr: float, busiest_s: float, steps: int) -> dict[str, Any]:
+    def committed(self, decision: Any, lr: float, busiest_s: float, steps: int) -> Event:
         """Record a step; the event for whoever watches. ``busiest_s``: the longest that a member worked on it."""
-        seconds = self._seconds[-1]
-        self._own.append((self._process, seconds - busiest_s))
+        seconds = time.perf_counter() - self._began[0]
+        self._seconds.append(seconds)
+        self._own.append((time.process_time() - self._began[1], seconds - busiest_s))
         self._losses.append(decision.loss)
         self._tokens += decision.tokens
         self._skipped += not decision.commit
@@ -258,7 +262,7 @@ class Record:
         self._metrics.write(json.dumps(line) + "\n")
         return {"kind": "step", "steps": steps, **line}
 
-    def evaluated(self, step: int, validation_loss: float) -> dict[str, Any]:
+    def evaluated(self, step: int, validation_loss: float) -> Event:
         line = {"step": step, "validation_loss": _finite(validation_loss)}
         self._metrics.write(json.dumps(line) + "\n")
         return {"kind": "eval", **line}
@@ -284,7 +288,9 @@ class Record:
             "seconds": sum(self._seconds),
             "gathers": total.gathers,
             "reduces": total.reduces,
-            "bytes": sum(value for name, value in counts.items() if name.endswith("bytes") and name != "received_bytes"),
+            "bytes": sum(
+                value for name, value in counts.items() if name.endswith("bytes") and name != "received_bytes"
+            ),
             "traffic": counts,
             "peak_live_chunks": [report.measured.peak_live_chunks for report in reports],
             "peak_resident_elements": [report.measured.peak_resident_elements for report in reports],

@@ -22,7 +22,7 @@ Where = Callable[[MemberHandle], Position | None]
 
 def collect(
     members: Sequence[MemberHandle],
-    calls: Sequence[Any],
+    calls: list[Any],
     *,
     timeout_s: float,
     where: Where,
@@ -30,13 +30,13 @@ def collect(
 ) -> list[Any]:
     """The results of one call per member, in member order.
 
-    Raises ZeroppError with the one cause as soon as any call fails, and when they take longer than ``timeout_s`` and :data:`LATE_S`.
-    ``programs``: of the step at hand, by stage, to name the instruction a member was in.
+    Raises ZeroppError with the one cause as soon as any call fails, and when they take longer than ``timeout_s`` and
+    :data:`LATE_S`. ``programs``: of the step at hand, by stage, to name the instruction a member was in.
     """
     try:
         return ray.get(calls, timeout=timeout_s + LATE_S)
     except GetTimeoutError:
-        waiting = {ref for ref in ray.wait(calls, num_returns=len(calls), timeout=0)[1]}
+        waiting = set(ray.wait(calls, num_returns=len(calls), timeout=0)[1])
         hung = [member for member, call in zip(members, calls, strict=True) if call in waiting]
         stages = "; ".join(f"{member} is in {describe(member, where(member), programs)}" for member in hung)
         raise ZeroppError(f"no answer within {timeout_s + LATE_S:g} s: {stages}") from None
@@ -58,7 +58,7 @@ def describe(member: MemberHandle, at: Position | None, programs: Sequence[Seque
 
 
 def diagnose(
-    members: Sequence[MemberHandle], calls: Sequence[Any], where: Where, programs: Sequence[Sequence[Action]]
+    members: Sequence[MemberHandle], calls: list[Any], where: Where, programs: Sequence[Sequence[Action]]
 ) -> ZeroppError:
     """The cause behind the first failed call: a dead member before an error of its own before a lost peer."""
     deadline = time.monotonic() + SETTLE_S

@@ -1,7 +1,8 @@
 """Where a member is in its program, readable after it was killed.
 
-A member writes (step, position, clock) into a small mapped file in the run's scratch folder before every instruction, which costs well under a
-microsecond; whoever looks reads the file. A killed process cannot be asked, and polling every member would cost the driver more than a step may.
+A member writes (step, position, clock) into a small mapped file in the run's scratch folder before every instruction,
+which costs well under a microsecond; whoever looks reads the file. A killed process cannot be asked, and polling every
+member would cost the driver more than a step may.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ _RECORD = struct.Struct("<qqd")
 
 
 class Position(NamedTuple):
-    """Step ``step`` (0: building; -1: evaluation), about to run instruction ``position``, written at ``clock`` (Unix seconds)."""
+    """Step ``step`` (0: building;
+
+    -1: evaluation), about to run instruction ``position``, written at ``clock`` (Unix seconds).
+    """
 
     step: int
     position: int

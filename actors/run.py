@@ -18,7 +18,6 @@ from zeropp_ray.planner.plan import make_plan
 
 Event = dict[str, Any]
 
-POLL_S = 0.5  # how often the job process asks for news; it costs the driver a call
 OBJECT_STORE_BYTES = 100 * 2**20  # no tensor passes the object store
 
 
@@ -29,8 +28,8 @@ def run_training(
 
     Raises ConfigError before anything is started if the run cannot work, and ZeroppError with the cause if it failed.
     """
-    load_corpus(config)  # a bad path is told before Ray starts
     plan = make_plan(config)
+    load_corpus(config, plan.description.vocab)  # told before Ray starts
     on_event({"kind": "plan", **plan.table(config)})
     scratch = Path(tempfile.mkdtemp(prefix="zeropp-"))
     try:
@@ -62,13 +61,16 @@ def cluster(config: RunConfig, address: str | None, on_event: Callable[[Event], 
         try:
             ray.init(address=address, **options)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"--address {address}: no Ray cluster answers there: {str(error).splitlines()[0]}") from error
+            raise ConfigError(
+                f"--address {address}: no Ray cluster answers there: {str(error).splitlines()[0]}"
+            ) from error
     try:
         have = ray.cluster_resources().get("CPU", 0)
         if have < needed:
             raise ConfigError(
-                f"resources.cpus = {config.resources.cpus:g}: {config.parallel.members} members need {needed:g} CPUs and the cluster "
-                f"has {have:g}; lower resources.cpus, parallel.stages, parallel.shards or parallel.replicas, or add nodes"
+                f"resources.cpus = {config.resources.cpus:g}: {config.parallel.members} members need {needed:g} CPUs and "
+                f"the cluster has {have:g}; lower resources.cpus, parallel.stages, parallel.shards or "
+                "parallel.replicas, or add nodes"
             )
         yield
     finally:
@@ -84,22 +86,20 @@ def _drive(
 
     driver = RunDriver.remote()  # type: ignore[attr-defined]
     folder = RunFolder(path=run_dir.resolve(), scratch=scratch, start_directory=str(Path.cwd()))
-    outcome = driver.run.remote(config.to_dict(), plan, folder)
-    seen = 0
     try:
-        while not ray.wait([outcome], timeout=POLL_S)[0]:
-            for event in ray.get(driver.events.remote(seen, 0.0)):
-                seen += 1
+        for batch in driver.run.options(num_returns="streaming").remote(config.to_dict(), plan, folder):
+            for event in ray.get(batch):
+                if event["kind"] == "done":
+                    return event["summary"]
+                if event["kind"] == "failed":
+                    raise ZeroppError(event["error"])
                 on_event(event)
-        result: dict[str, Any] = ray.get(outcome)
-        for event in ray.get(driver.events.remote(seen, 0.0)):
-            on_event(event)
     except ray.exceptions.RayActorError as error:
-        raise ZeroppError("the driver of the run died (its process was killed or crashed); the members went with it") from error
+        raise ZeroppError(
+            "the driver of the run died (its process was killed or crashed); the members went with it"
+        ) from error
     except ray.exceptions.RayTaskError as error:
         raise ZeroppError(f"the driver of the run failed: {error.cause!r}") from error
     finally:
         ray.kill(driver, no_restart=True)
-    if "error" in result:
-        raise ZeroppError(result["error"])
-    return result
+    raise AssertionError("the driver ended without a word")

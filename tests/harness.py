@@ -1,4 +1,7 @@
-"""Members in plain processes, driven by the test: real gloo groups, no Ray. And data that the reference can be given too."""
+"""Members in plain processes, driven by the test:
+
+real gloo groups, no Ray. And data that the reference can be given too.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,9 @@ class MemberSamples:
         return self.microbatch(1000 + round, m)
 
 
-def _serve(pipe: Any, config: RunConfig, plan: Plan, me: Member, at: Rendezvous, samples: Samples, sabotage: Any) -> None:
+def _serve(
+    pipe: Any, config: RunConfig, plan: Plan, me: Member, at: Rendezvous, samples: Samples, sabotage: Any
+) -> None:
     torch.set_num_threads(1)
     try:
         if sabotage is not None:
@@ -86,7 +91,9 @@ def _serve(pipe: Any, config: RunConfig, plan: Plan, me: Member, at: Rendezvous,
         pipe.send(None)
         while (request := pipe.recv()) is not None:
             method, arguments = request
-            pipe.send(globals()[method](member, *arguments) if method in globals() else getattr(member, method)(*arguments))
+            pipe.send(
+                globals()[method](member, *arguments) if method in globals() else getattr(member, method)(*arguments)
+            )
     except EOFError:
         return
     except BaseException:
@@ -127,7 +134,9 @@ class Run:
         for (me, _), shards in zip(self.pipes, self.call(what), strict=True):
             for name, start, piece in shards if me.r == 0 else []:
                 pieces.setdefault(name, []).append((start, piece))
-        return {name: torch.cat([piece for _, piece in sorted(found, key=lambda x: x[0])]) for name, found in pieces.items()}
+        return {
+            name: torch.cat([piece for _, piece in sorted(found, key=lambda x: x[0])]) for name, found in pieces.items()
+        }
 
 
 @contextmanager
@@ -139,7 +148,9 @@ def members(config: RunConfig, samples: Samples, sabotage: Callable[[Member], No
     try:
         for me in plan.layout.members():
             ours, theirs = _processes.Pipe()
-            process = _processes.Process(target=_serve, args=(theirs, config, plan, me, at, samples, sabotage), daemon=True)
+            process = _processes.Process(
+                target=_serve, args=(theirs, config, plan, me, at, samples, sabotage), daemon=True
+            )
             process.start()
             theirs.close()
             started.append(process)
@@ -172,7 +183,10 @@ def train(
     sabotage: Callable[[Member], None] | None = None,
     decision: Callable[[int, Sequence[Vote], float], Decision] = decide,
 ) -> Trained:
-    """All steps of ``config`` as the driver takes them; gradients are the first step's, of the mean loss before clipping."""
+    """All steps of ``config`` as the driver takes them;
+
+    gradients are the first step's, of the mean loss before clipping.
+    """
     with members(config, samples, sabotage) as run:
         last, losses, first = None, [], {}
         for step in range(1, config.train.steps + 1):

@@ -1,4 +1,5 @@
-"""Parity: any layout gives the losses and gradients of a plain single-process loop that knows nothing of ours but the model.
+"""Parity: any layout gives the losses and gradients of a plain single-process loop that knows nothing of ours but the
+model.
 
 And the negative controls: each fault, put in on purpose, fails the same comparison.
 """
@@ -18,7 +19,9 @@ from zeropp_ray.vote import Decision, Vote, decide
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 
 
-def configuration(P=1, V=1, F=1, R=1, *, N=4, b=2, U=0, layers=0, dtype="float32", steps=10, own="", **parallel) -> RunConfig:
+def configuration(
+    P=1, V=1, F=1, R=1, *, N=4, b=2, U=0, layers=0, dtype="float32", steps=10, own="", **parallel
+) -> RunConfig:
     model = (
         {"factory": f"tests.user_models:{own}", "seq_len": 16, "args": {"depth": layers or max(5, P * V)}}
         if own
@@ -28,8 +31,8 @@ def configuration(P=1, V=1, F=1, R=1, *, N=4, b=2, U=0, layers=0, dtype="float32
         {
             "model": model,
             "parallel": {
-                "stages": P, "chunks": V, "shards": F, "replicas": R, "microbatches": N, "microbatch_size": b, "unit": U,
-                **parallel,
+                "stages": P, "chunks": V, "shards": F, "replicas": R,
+                "microbatches": N, "microbatch_size": b, "unit": U, **parallel,
             },
             "train": {"steps": steps, "lr": 1e-2, "warmup_steps": 3, "dtype": dtype},
         }
@@ -89,14 +92,17 @@ def assert_counts(config: RunConfig, ours: harness.Trained) -> None:
     for report, me in zip(ours.reports, ours.plan.layout.members(), strict=True):
         traffic = report.counters
         padded = [
-            -(-sum(part.elements for part in ours.plan.description.parts_of(ours.plan.ranges, c)) // p.shards) * p.shards
+            -(-sum(part.elements for part in ours.plan.description.parts_of(ours.plan.ranges, c)) // p.shards)
+            * p.shards
             for c in ours.plan.layout.owned(me.p)
         ]
         assert traffic.gathers == steps * ((2 * p.chunks - 2) * units + 1)
         assert traffic.reduces == steps * p.chunks * units
         gathers = [steps * n for n in gathers_by_chunk(ours.plan.program.ranks[me.p], p.chunks)]
         moved = width * (p.shards - 1)
-        assert traffic.gathered_bytes == moved * sum(n * size // p.shards for n, size in zip(gathers, padded, strict=True))
+        assert traffic.gathered_bytes == moved * sum(
+            n * size // p.shards for n, size in zip(gathers, padded, strict=True)
+        )
         assert traffic.reduced_bytes == moved * steps * units * sum(size // p.shards for size in padded)
         edges = 2 * p.chunks if p.stages > 1 else 0
         at_end = (me.p == 0) + (me.p == p.stages - 1) if p.stages > 1 else 0
@@ -128,7 +134,9 @@ def test_layouts(config):
     assert_parity(config)
 
 
-@pytest.mark.parametrize("config", [configuration(2, 2, 2, dtype="float64"), configuration(1, 3, N=5, U=2, layers=4, dtype="float64")])
+@pytest.mark.parametrize(
+    "config", [configuration(2, 2, 2, dtype="float64"), configuration(1, 3, N=5, U=2, layers=4, dtype="float64")]
+)
 def test_float64(config):
     assert_parity(config)
 

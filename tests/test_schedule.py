@@ -9,8 +9,9 @@ import time
 import pytest
 from click.testing import CliRunner
 
+import zeropp_ray.schedule.program
 from jobs.schedule import schedule
-from zeropp_ray.errors import ConfigError
+from zeropp_ray.errors import ConfigError, ScheduleError
 from zeropp_ray.schedule import (
     RECEIVE_WINDOW,
     Action,
@@ -210,9 +211,23 @@ def test_slow_transfers_are_part_of_the_replay() -> None:
     times = replay(zeropp_order(spec), spec)
     rank1 = dict(zip(map(str, zeropp_order(spec)[1]), times.starts[1], strict=True))
     assert rank1["0F0"] == 1.5  # after the forward of rank 0, and the transfer
-    assert (
-        replay(compile_program(spec).ranks, spec).makespan == times.makespan
-    )  # waiting for transfers is the same wait
+    lowered = replay(compile_program(spec).ranks, spec)  # a WAIT is the same wait, and no work
+    assert (lowered.makespan, lowered.bubble) == (times.makespan, times.bubble)
+    assert times.bubble == pytest.approx(1 - 12 / (2 * times.makespan))
+
+
+def test_one_stage_never_waits() -> None:
+    for chunks in (1, 3):
+        program = compile_program(resolve(1, chunks, 4, costs=Costs.uniform(chunks, *UNEVEN)))
+        assert program.makespan == program.lower_bound
+        assert program.bubble == 0
+
+
+def test_what_compiles_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zeropp_ray.schedule.program, "add_communication", lambda ranks, spec, in_flight: ranks)
+    for compiles in (compile_program, compile_forward):
+        with pytest.raises(ScheduleError, match="0F0 runs before the WAIT for its input"):
+            compiles(resolve(2, 1, 2))
 
 
 def test_program_survives_pickling() -> None:
@@ -251,7 +266,7 @@ def test_replay_names_what_waits_for_ever() -> None:
     spec = resolve(2, 1, 2)
     order = zeropp_order(spec)
     order[0].remove(Action(Op.F, 0, 1))
-    with pytest.raises(Exception, match=r"rank \d, position \d+: 0[FB]1 waits for an input that is never made"):
+    with pytest.raises(ScheduleError, match=r"rank \d, position \d+: 0[FB]1 waits for an input that is never made"):
         replay(order, spec)
 
 
@@ -308,6 +323,11 @@ def test_grid(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory   3 live micro-batches of 3 allowed; 1 of 2 chunks resident; 1 gradient buffer open",
         "traffic  5 gathers and 4 reduces per rank",
     ]
+
+
+def test_a_column_shows_its_middle() -> None:
+    program = compile_program(resolve(1, 1, 1))  # forward, input gradient, weight gradient: the second is in the middle
+    assert to_grid(program, len("rank 0 ") + 1).splitlines()[2] == "rank 0 A"
 
 
 @pytest.mark.parametrize("width", [10, 80, 1000])

@@ -14,6 +14,7 @@ from zeropp_ray.schedule import (
     Op,
     ScheduleSpec,
     add_communication,
+    add_residency,
     check,
     compile_forward,
     compile_program,
@@ -87,7 +88,7 @@ BROKEN = [
     (again(0, "1W0"), r"rank 0, position \d+: 1W0 runs twice"),
     (move(2, "1F1", "REDUCE 0"), r"rank 2, position \d+: 1B1 runs before 1F1"),
     (swap(2, "1B2", "1W2"), r"rank 2, position \d+: 1W2 runs before 1B2"),
-    (swap(2, "0B0", "0B1"), r"rank 2, position \d+: 0B1 (is out of order: 0B0 comes next|runs before the WAIT)"),
+    (swap(2, "0B0", "0B1"), r"rank 2, position \d+: 0B1 runs before the WAIT for its output's gradient"),
     (swap(2, "0W3", "0W4"), r"rank 2, position \d+: 0W4 is out of order: 0W3 comes next"),
     (insert(0, "2F0", "0F0"), r"rank 0, position \d+: 2F0 names a chunk that is not there"),
     (insert(0, "0F6", "0F0"), r"rank 0, position \d+: 0F6 names a micro-batch that is not there"),
@@ -207,6 +208,15 @@ def test_forward_only() -> None:
         check(ranks, SPEC, program.in_flight, forward_only=True)
 
 
+def test_a_send_completes_only_against_its_receive() -> None:
+    spec = resolve(2, 1, 2)
+    program = compile_forward(spec)
+    with pytest.raises(
+        ScheduleError, match=r"deadlock: rank 0, position \d+: DRAIN 0F0 waits for RECV 0F0 of rank 1, at"
+    ):
+        check([program.ranks[0], ()], spec, program.in_flight, forward_only=True)
+
+
 def test_a_deadlock_of_many_ranks_is_told_in_short() -> None:
     spec = resolve(8, 1, 8)
     with pytest.raises(ScheduleError, match=r"^deadlock: (rank \d, [^;]*; ){4}and 3 more ranks$") as caught:
@@ -223,7 +233,7 @@ def test_gradients_are_summed_in_micro_batch_order() -> None:
 def test_use_in_another_order_than_sent_needs_a_wider_window() -> None:
     spec = resolve(2, 1, 3, memory_limit=3)
     order = [list(map(action, ("0F0", "0F1", "0F2"))), list(map(action, ("0F2", "0F1", "0F0")))]
-    ranks = add_communication(order, spec, {Edge(0, 1, "F"): 3})
-    assert list(map(str, ranks[1][:4])) == ["RECV 0F0", "RECV 0F1", "RECV 0F2", "WAIT 0F2"]
+    ranks = add_communication(add_residency(order, spec), spec, {Edge(0, 1, "F"): 3})
+    assert list(map(str, ranks[1][:4])) == ["RECV 0F0", "RECV 0F1", "GATHER 0", "RECV 0F2"]
     with pytest.raises(ScheduleError, match=r"RECV 0F2 puts 3 receives ahead on edge 0→1 F; the program states 2"):
         check(ranks, spec, {Edge(0, 1, "F"): 3}, forward_only=True)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zeropp_ray.errors import ScheduleError
 from zeropp_ray.schedule import (
     Action,
     Costs,
@@ -190,5 +191,5 @@ def test_any_lost_action_is_noticed(spec: ScheduleSpec, data: st.DataObject) -> 
     ranks = [list(actions) for actions in program.ranks]
     p = data.draw(st.integers(0, spec.stages - 1))
     del ranks[p][data.draw(st.integers(0, len(ranks[p]) - 1))]
-    with pytest.raises(Exception, match="rank "):
+    with pytest.raises(ScheduleError, match="rank "):
         check(ranks, spec, program.in_flight)

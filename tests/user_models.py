@@ -225,3 +225,22 @@ class Greedy(EmptyBlocks):
     def init_module(self, module: nn.Module) -> None:
         for m in (self.embed, self.head, self.blocks[0]):
             m.reset_parameters()
+
+
+class Tired(nn.Module):
+    """A block that fails once it is trained for real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta" and torch.is_grad_enabled():
+            raise RuntimeError("the block is tired")
+        return self.scale(x)
+
+
+def fails_when_trained(depth: int) -> nn.Module:
+    model = Own(depth=depth, vocab=256)
+    model.blocks[-1] = Tired()
+    return model

@@ -1,7 +1,7 @@
 """Runs one rank's program: the flat list of instructions that the schedule engine made and checked.
 
-The engine knows no schedule and makes no choice. It keeps what a running step holds (:class:`RunningStep`), so that an abort drops all of it
-as one object, and counts what it does, so that the plan can be held against it.
+The engine knows no schedule and makes no choice. It keeps what a running step holds (:class:`RunningStep`), so that an
+abort drops all of it as one object, and counts what it does, so that the plan can be held against it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a step adds up at one member: the loss *sum* in nats (fp64) and the valid tokens; zero except in the last stage."""
+    """What a step adds up at one member:
+
+    the loss *sum* in nats (fp64) and the valid tokens; zero except in the last stage.
+    """
 
     loss: float
     tokens: int
@@ -79,7 +82,8 @@ class RunningStep:
 class _Entry(torch.autograd.Function):
     """Where a chunk's graph begins: makes an arrived tensor part of a graph, and catches the gradient that comes out.
 
-    The tensor becomes an ordinary, non-leaf one without a copy, so that a user's block may work on it in place, as it may in one process.
+    The tensor becomes an ordinary, non-leaf one without a copy, so that a user's block may work on it in place, as it
+    may in one process.
     """
 
     @staticmethod
@@ -89,7 +93,7 @@ class _Entry(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, dx: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[None, None, None]:
         ctx.caught.append(dx)
         return None, None, None
 
@@ -143,10 +147,11 @@ class Engine:
         training: bool,
         progress: Callable[[int], None] = lambda position: None,
     ) -> Sums:
-        """Run ``program`` once. Afterwards, if ``training``, every chunk's gradient is reduced over the stage and the replicas.
+        """Run ``program`` once. Afterwards, if ``training``, every chunk's gradient is reduced over the stage and the
+        replicas.
 
-        ``progress`` is called with the position of each instruction before it starts, and with ``len(program)`` at the end.
-        Raises MemberError naming member and instruction.
+        ``progress`` is called with the position of each instruction before it starts, and with ``len(program)`` at the
+        end. Raises MemberError naming member and instruction.
         """
         self.step = step = RunningStep()
         self.measured = Measured()
@@ -160,7 +165,7 @@ class Engine:
         position, action = 0, program[0]
         try:
             with torch.set_grad_enabled(training):
-                for position, action in enumerate(program):  # noqa: B007 (named in the error)
+                for position, action in enumerate(program):
                     progress(position)
                     self._do[action.op](action)
                 progress(len(program))
@@ -187,7 +192,9 @@ class Engine:
         flat = self.chunks[action.chunk].flat
         flat.gather()
         self.measured.resident_elements += flat.padded
-        self.measured.peak_resident_elements = max(self.measured.peak_resident_elements, self.measured.resident_elements)
+        self.measured.peak_resident_elements = max(
+            self.measured.peak_resident_elements, self.measured.resident_elements
+        )
 
     def _release(self, action: Action) -> None:
         flat = self.chunks[action.chunk].flat
@@ -218,7 +225,10 @@ class Engine:
     # -- pipeline edges -----------------------------------------------------------------------------------------------
 
     def _edge(self, kind: str, chunk: int, microbatch: int, *, outgoing: bool) -> tuple[int, int]:
-        """(peer stage, tag) of a transfer. The tag names the boundary that is crossed, so that both ends agree on it."""
+        """(peer stage, tag) of a transfer.
+
+        The tag names the boundary that is crossed, so that both ends agree on it.
+        """
         P = self.layout.stages
         here = self.layout.model_chunk(self.me.p, chunk)
         after_here = outgoing == (kind == "F")  # the boundary behind this chunk, or the one before it
@@ -269,7 +279,8 @@ class Engine:
         else:
             x = step.arrived.pop(("F", c, m))
             if self._training:
-                step.input_gradients[c, m] = caught = []
+                caught: list[torch.Tensor] = []
+                step.input_gradients[c, m] = caught
                 x = _Entry.apply(x, self._anchor, caught)
         y = chunk.forward(x)
         if chunk.last:
@@ -312,7 +323,15 @@ class Engine:
 
     def _assert_empty(self) -> None:
         step = self.step
-        left = [step.input_gradients, step.graphs, step.arriving, step.arrived, step.produced, step.leaving, step.reducing]
+        left = [
+            step.input_gradients,
+            step.graphs,
+            step.arriving,
+            step.arrived,
+            step.produced,
+            step.leaving,
+            step.reducing,
+        ]
         assert not any(left), f"{self.me}: a step left {left}"
         assert not any(len(chunk.weights) for chunk in self.chunks), f"{self.me}: weight gradients left"
         assert not self.measured.resident_elements, f"{self.me}: parameters left resident"

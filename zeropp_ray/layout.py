@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """Coordinates of one member: pipeline stage ``p``, shard ``f`` inside the stage, replica ``r`` of the whole mesh."""
+    """Coordinates of one member:
+
+    pipeline stage ``p``, shard ``f`` inside the stage, replica ``r`` of the whole mesh.
+    """
 
     p: int
     f: int

@@ -1,7 +1,7 @@
 """One member of a stage, in one process: model chunks, shards, optimizer, data and engine. Knows nothing of Ray.
 
-A step is one call, :meth:`StageMember.advance`, which first applies the decision on the step before. :meth:`StageMember.flush` applies the last
-one; it comes before evaluation and before the weights are read.
+A step is one call, :meth:`StageMember.advance`, which first applies the decision on the step before.
+:meth:`StageMember.flush` applies the last one; it comes before evaluation and before the weights are read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class Report:
 
 
 class StageMember:
-    """Built in three calls: the constructor makes the chunks' weights, :meth:`join` shards them over the groups of an epoch."""
+    """Built in three calls:
+
+    the constructor makes the chunks' weights, :meth:`join` shards them over the groups of an epoch.
+    """
 
     def __init__(self, config: RunConfig, plan: Plan, me: Member, data: MemberData) -> None:
         self.config, self.plan, self.me, self.data = config, plan, me, data
@@ -143,7 +146,10 @@ class StageMember:
         self._optimizer.update(lr, decision.factor)
 
     def evaluate(self, progress: Callable[[int], None] = lambda position: None) -> tuple[float, int]:
-        """Forward only over the held-out part, under the pipeline: loss sum (nats) and tokens, zero except in the last stage."""
+        """Forward only over the held-out part, under the pipeline:
+
+        loss sum (nats) and tokens, zero except in the last stage.
+        """
         training = replace(self.counters)
         loss, tokens = 0.0, 0
         for round in range(self.data.validation_rounds):
@@ -167,7 +173,10 @@ class StageMember:
         return Report(self.counters, self._measured, buffers.peak_open, buffers.allocated)
 
     def named_shards(self, what: str = "weights") -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(full name, first element, piece) of every parameter part in this member's shards; ``weights`` or ``gradients``."""
+        """(full name, first element, piece) of every parameter part in this member's shards;
+
+        ``weights`` or ``gradients``.
+        """
         begin_of = self.me.f
         for chunk in self.engine.chunks:
             flat = chunk.flat

@@ -1,7 +1,7 @@
 """AdamW on a member's flat shards, and the learning rate of a step.
 
-Decoupled weight decay: Loshchilov and Hutter, arXiv 1711.05101. It applies to matrices, not to norms and biases; in the flat order matrices come
-first, so each shard is at most two tensors, with decay and without.
+Decoupled weight decay: Loshchilov and Hutter, arXiv 1711.05101. It applies to matrices, not to norms and biases; in the
+flat order matrices come first, so each shard is at most two tensors, with decay and without.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from zeropp_ray.sharding import FlatChunk
 
 
 def learning_rate(step: int, *, steps: int, lr: float, warmup_steps: int, min_lr_ratio: float) -> float:
-    """Of step ``step`` = 1..steps: linear warm-up to ``lr`` at ``warmup_steps``, then a cosine to ``lr * min_lr_ratio`` at ``steps``."""
+    """Of step ``step`` = 1..steps:
+
+    linear warm-up to ``lr`` at ``warmup_steps``, then a cosine to ``lr * min_lr_ratio`` at ``steps``.
+    """
     if step < warmup_steps:
         return lr * step / warmup_steps
     if steps == warmup_steps:

@@ -6,12 +6,13 @@ The flat tensor has three ranges, so that what is treated alike lies together::
     `------------- weight decay ----------------'
                                 `---- gradient made by B: the side buffer ----'
 
-Member ``f`` owns elements ``[f * n, (f + 1) * n)``, ``n = padded / F``: the fp32 master weights, their moments and their reduced
-gradient. The full tensor exists between :meth:`FlatChunk.gather` and :meth:`FlatChunk.release` only. The model's own Parameters are views of it; a
-release shrinks the storage to nothing and a gather fills it again, so views that autograd has saved stay valid.
+Member ``f`` owns elements ``[f * n, (f + 1) * n)``, ``n = padded / F``: the fp32 master weights, their moments and their
+reduced gradient. The full tensor exists between :meth:`FlatChunk.gather` and :meth:`FlatChunk.release` only. The model's own
+Parameters are views of it; a release shrinks the storage to nothing and a gather fills it again, so views that autograd
+has saved stay valid.
 
-Flat shards: Rajbhandari et al., ZeRO, arXiv 1910.02054. Gradient buffers that open at the first ``W`` of a unit and are reduced after the
-last: Tang et al., ZeroPP, arXiv 2402.03791.
+Flat shards: Rajbhandari et al., ZeRO, arXiv 1910.02054. Gradient buffers that open at the first ``W`` of a unit and are
+reduced after the last: Tang et al., ZeroPP, arXiv 2402.03791.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class Slot(NamedTuple):
 
 
 class GradientBuffers:
-    """The unsharded gradient buffers of one member, shared by its chunks: one open, and one whose reduce is in flight."""
+    """The unsharded gradient buffers of one member, shared by its chunks:
+
+    one open, and one whose reduce is in flight.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.numel, self.dtype = numel, dtype
@@ -72,7 +76,11 @@ class FlatChunk:
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], deferred: Iterable[nn.Parameter], stage: Group, counters: Counters
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        deferred: Iterable[nn.Parameter],
+        stage: Group,
+        counters: Counters,
     ) -> None:
         self._stage, self._counters = stage, counters
         deferred = set(deferred)  # by identity; tensors in a list would be compared by value
@@ -158,7 +166,10 @@ class FlatChunk:
         self.resident = False
 
     def open_gradient(self, buffers: GradientBuffers) -> dict[nn.Parameter, torch.Tensor]:
-        """Views of the unsharded gradient buffer by deferred parameter; opened, zeroed, at the first ``W`` of a unit."""
+        """Views of the unsharded gradient buffer by deferred parameter;
+
+        opened, zeroed, at the first ``W`` of a unit.
+        """
         if self._buffer is None:
             self._buffer = buffers.take(self.padded)
             for slot in self.slots:
@@ -168,7 +179,10 @@ class FlatChunk:
         return self._views
 
     def reduce(self, buffers: GradientBuffers, *, last: bool) -> PendingReduce:
-        """Post the reduce of the open buffer into :attr:`gradient`; the ``last`` one of a step takes the side buffer along."""
+        """Post the reduce of the open buffer into :attr:`gradient`;
+
+        the ``last`` one of a step takes the side buffer along.
+        """
         buffer = self._buffer
         assert buffer is not None, "a reduce without a W before it"
         if last:
@@ -194,7 +208,10 @@ class FlatChunk:
         self.resident = False
 
     def local(self, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
-        """The part of ``slot`` that lies in this member's ``flat`` shard tensor (weights, gradient or a moment); may be empty."""
+        """The part of ``slot`` that lies in this member's ``flat`` shard tensor (weights, gradient or a moment);
+
+        may be empty.
+        """
         begin = self._stage.rank * self.shard_numel
         low, high = slot.offset - begin, slot.offset + slot.numel - begin
         return flat[max(low, 0) : max(min(high, self.shard_numel), 0)]

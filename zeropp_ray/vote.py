@@ -1,6 +1,7 @@
 """The end of a step: every member votes, one place decides, all commit or none.
 
-Two phases, so that stages cannot drift apart by a step: the decision on step ``t - 1`` travels with the call that starts step ``t``.
+Two phases, so that stages cannot drift apart by a step: the decision on step ``t - 1`` travels with the call that
+starts step ``t``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 class Vote:
     """One member's part of a step.
 
-    ``loss_sum`` (nats, fp64) and ``tokens`` (valid labels) come from the last stage and are zero elsewhere. ``squared_norm`` is that of
-    the gradient shards this member answers for; the shards of a replica other than the first are counted there.
+    ``loss_sum`` (nats, fp64) and ``tokens`` (valid labels) come from the last stage and are zero elsewhere.
+    ``squared_norm`` is that of the gradient shards this member answers for; the shards of a replica other than the
+    first are counted there.
     """
 
     loss_sum: float
@@ -26,7 +28,10 @@ class Vote:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all members do with a step: multiply the gradients of the loss *sum* by ``factor`` and update, or skip it."""
+    """What all members do with a step:
+
+    multiply the gradients of the loss *sum* by ``factor`` and update, or skip it.
+    """
 
     step: int
     commit: bool
@@ -40,8 +45,8 @@ class Decision:
 def decide(step: int, votes: Sequence[Vote], clip_norm: float) -> Decision:
     """Sum the votes, given in (p, f, r) order, and decide. ``clip_norm`` 0 clips nothing.
 
-    The factor is ``min(1, clip / (norm + 1e-6)) / tokens``: the clip of ``torch.nn.utils.clip_grad_norm_`` on the gradient of the mean over the
-    step's valid tokens. No valid token, or a loss or norm that is not finite: skip.
+    The factor is ``min(1, clip / (norm + 1e-6)) / tokens``: the clip of ``torch.nn.utils.clip_grad_norm_`` on the
+    gradient of the mean over the step's valid tokens. No valid token, or a loss or norm that is not finite: skip.
     """
     loss_sum = sum(vote.loss_sum for vote in votes)
     tokens = sum(vote.tokens for vote in votes)

@@ -1,11 +1,11 @@
 """What the engine asks of a communicator. Device, stream and dtype questions stay behind this interface.
 
-A member belongs to three groups (:class:`Links`): its *pipeline* (the same shard and replica of every stage), its *stage* (all
-shards of one stage and replica) and its *replicas* (the same shard of the same stage). Everything is *posted* and completes in
-:meth:`Transfer.wait`; the order of posts on a rank comes from its program.
+A member belongs to three groups (:class:`Links`): its *pipeline* (the same shard and replica of every stage), its
+*stage* (all shards of one stage and replica) and its *replicas* (the same shard of the same stage). Everything is
+*posted* and completes in :meth:`Transfer.wait`; the order of posts on a rank comes from its program.
 
-Bytes are logical payload: a gather or a reduce of a chunk of ``n`` bytes (padding included) counts ``n * (F - 1) / F`` at each
-member, so a group of one counts the operation and no bytes.
+Bytes are logical payload: a gather or a reduce of a chunk of ``n`` bytes (padding included) counts ``n * (F - 1) / F``
+at each member, so a group of one counts the operation and no bytes.
 """
 
 from __future__ import annotations

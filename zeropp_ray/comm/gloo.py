@@ -1,7 +1,8 @@
 """Groups over gloo, for CPU tensors.
 
-Process groups are built directly on a store, not through ``torch.distributed``'s global state: a member holds several epochs'
-groups in turn, and a test holds several members. Gathers and reduces are exchanges of shards with point-to-point transfers:
+Process groups are built directly on a store, not through ``torch.distributed``'s global state: a member holds several
+epochs' groups in turn, and a test holds several members. Gathers and reduces are exchanges of shards with
+point-to-point transfers:
 
 - gloo's own reduce-scatter is an all-reduce in disguise (6.0 tensors on the wire for 4 ranks, where 1.5 is due);
 - adding in rank order gives the same bytes in every run and after any fault;
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,12 +53,12 @@ class _Posted:
 class GlooGroup(Group):
     """A gloo process group of ``size`` members; a group of one needs no store and moves nothing."""
 
-    def __init__(self, rank: int, size: int, backend: dist.ProcessGroupGloo | None) -> None:
+    def __init__(self, rank: int, size: int, backend: Any) -> None:
         self.rank, self.size = rank, size
         self._backend = backend
         self._sequence = 0
 
-    def _gloo(self) -> dist.ProcessGroupGloo:
+    def _gloo(self) -> Any:
         if self._backend is None:
             raise RuntimeError("the group is closed")
         return self._backend
@@ -65,7 +67,10 @@ class GlooGroup(Group):
         return [q for q in range(self.size) if q != self.rank]
 
     def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> list[dist.Work]:
-        """Send ``outgoing[q]`` to and receive ``incoming[q]`` from every peer ``q``. All members call in the same order."""
+        """Send ``outgoing[q]`` to and receive ``incoming[q]`` from every peer ``q``.
+
+        All members call in the same order.
+        """
         self._sequence += 1
         if self.size == 1:
             return []
@@ -121,16 +126,17 @@ def connect(at: Rendezvous, layout: Layout, me: Member, *, host: str) -> Links:
     Raises RuntimeError when a peer does not come within the time limit or the proof fails.
     """
     timeout = timedelta(seconds=at.timeout_s)
+    gloo: Any = dist.ProcessGroupGloo  # its type stubs lack half of what it has
     store = dist.TCPStore(at.host, at.port, is_master=False, timeout=timeout)
 
     def form(name: str, rank: int, size: int) -> GlooGroup:
         if size == 1:
             return GlooGroup(0, 1, None)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timeout
         prefix = dist.PrefixStore(f"epoch{at.epoch}/{name}", store)
-        group = GlooGroup(rank, size, dist.ProcessGroupGloo(prefix, rank, size, options))
+        group = GlooGroup(rank, size, gloo(prefix, rank, size, options))
         proof = torch.tensor([rank + 1.0])
         group.all_reduce(proof).wait()
         if proof.item() != size * (size + 1) / 2:

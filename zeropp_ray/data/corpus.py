@@ -21,7 +21,7 @@ class Corpus(NamedTuple):
     source: str
 
 
-def load_corpus(config: RunConfig) -> Corpus:
+def load_corpus(config: RunConfig, vocabulary: int | None = None) -> Corpus:
     """Read ``data.path`` and hold out the last ``data.validation_fraction`` of it.
 
     Raises ``ConfigError`` for a path that is missing, empty or too short for one step and one held-out sequence, and
@@ -30,6 +30,11 @@ def load_corpus(config: RunConfig) -> Corpus:
     model, data = config.model, config.data
     if not model.factory and model.vocab_size < 256:
         raise ConfigError(f"model.vocab_size = {model.vocab_size}: text is read as bytes; use 256 or more")
+    if vocabulary is not None and vocabulary < 256:
+        raise ConfigError(
+            f"model.factory = {model.factory!r}: its head tells {vocabulary} tokens apart; text is read as "
+            "bytes, make it 256 or more"
+        )
     text, source = _read(data.path)
     sequences, seq_len, fraction = config.parallel.global_batch, model.seq_len, data.validation_fraction
     # One sequence more than a step takes, because the windows of an epoch are shifted (sampler.SampleOrder).

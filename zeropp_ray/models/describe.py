@@ -257,7 +257,8 @@ class _Trial:
 class _Saved(TorchFunctionMode):
     """What autograd keeps from a forward, parameters aside. Views of one storage count once.
 
-    On meta, attention falls back to a kernel that keeps the matrix of scores; what trains keeps its inputs and output only.
+    On meta, attention falls back to a kernel that keeps the matrix of scores; what trains keeps its inputs and output
+    only.
     """
 
     def __init__(self, model: nn.Module) -> None:

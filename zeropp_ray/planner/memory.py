@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def predict_memory(plan: Plan, config: RunConfig, stage: int) -> dict[str, int]:
     """Bytes of one member of ``stage`` at its fullest, by kind.
 
-    Activations are what autograd saves in a chunk's forward, held from its ``F`` to its ``W``; in truth ``B`` frees some of them. A message
-    is one boundary activation or gradient, in flight or received ahead.
+    Activations are what autograd saves in a chunk's forward, held from its ``F`` to its ``W``; in truth ``B`` frees
+    some of them. A message is one boundary activation or gradient, in flight or received ahead.
     """
     spec, shards = plan.program.spec, plan.layout.shards
     width = torch.finfo(getattr(torch, config.train.dtype)).bits // 8
@@ -29,9 +29,7 @@ def predict_memory(plan: Plan, config: RunConfig, stage: int) -> dict[str, int]:
     owned, largest = sum(elements) // shards, max(elements)
     boundary = b * plan.description.seq_len * plan.description.hidden
     edges = {edge: bound for edge, bound in plan.program.in_flight.items() if stage in (edge.source, edge.destination)}
-    messages = sum(
-        bound if edge.source == stage else plan.program.receive_window for edge, bound in edges.items()
-    )
+    messages = sum(bound if edge.source == stage else plan.program.receive_window for edge, bound in edges.items())
     live = round(plan.program.peak_activations[stage] * spec.chunks)
     return {
         "weights and moments": 3 * width * owned,

@@ -1,4 +1,7 @@
-"""The plan of a run: how the model is cut, the program of every stage, and what both will take. Made before any actor starts."""
+"""The plan of a run: how the model is cut, the program of every stage, and what both will take.
+
+Made before any actor starts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from zeropp_ray.models.cut import chunk_costs, cut_model
 from zeropp_ray.models.describe import ModelDescription, describe
 from zeropp_ray.models.layered import resolve_factory
 from zeropp_ray.planner.memory import predict_memory
-from zeropp_ray.schedule import Costs, Program, compile_forward, compile_program, resolve
+from zeropp_ray.schedule import Costs, Program, compile_forward, compile_program
 
 
 @dataclass(frozen=True)
@@ -54,25 +57,16 @@ def make_plan(config: RunConfig) -> Plan:
     Raises ConfigError for a model or layout that cannot run, ScheduleError if a program fails its check.
     """
     parallel = config.parallel
-    layout = Layout(
-        stages=parallel.stages, chunks=parallel.chunks, shards=parallel.shards, replicas=parallel.replicas
-    )
+    layout = Layout(stages=parallel.stages, chunks=parallel.chunks, shards=parallel.shards, replicas=parallel.replicas)
     description = describe(resolve_factory(config.model), config.model.seq_len, seed=config.run.seed)
     ranges = tuple(cut_model(description, layout.stages * layout.chunks))
     for chunk, blocks in enumerate(ranges):
         if not any(part.parameters for part in description.parts_of(ranges, chunk)):
             raise ConfigError(
-                f"parallel.stages x parallel.chunks = {layout.stages} x {layout.chunks}: model chunk {chunk} would be blocks "
-                f"{blocks.start} to {blocks.stop - 1}, which have no parameters; use fewer chunks, or join such blocks with their neighbours"
+                f"parallel.stages x parallel.chunks = {layout.stages} x {layout.chunks}: model chunk {chunk} would be "
+                f"blocks {blocks.start} to {blocks.stop - 1}, which have no parameters; use fewer chunks, or join such "
+                "blocks with their neighbours"
             )
     F, B, W = (tuple(round(cost, 4) for cost in costs) for costs in chunk_costs(description, ranges))
-    spec = resolve(
-        stages=parallel.stages,
-        chunks=parallel.chunks,
-        microbatches=parallel.microbatches,
-        unit=parallel.unit,
-        memory_limit=parallel.memory_limit,
-        prefetch=parallel.prefetch,
-        costs=Costs(F=F, B=B, W=W, comm=0.0),
-    )
+    spec = parallel.schedule(Costs(F=F, B=B, W=W))
     return Plan(layout, description, ranges, compile_program(spec), compile_forward(spec))

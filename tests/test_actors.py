@@ -1,0 +1,213 @@
+"""The Ray layer on real clusters of this machine: parity of whole runs, failures, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.run import run_training
+from tests import reference
+from zeropp_ray.config import RunConfig
+from zeropp_ray.data.corpus import load_corpus
+from zeropp_ray.data.sampler import Batches
+from zeropp_ray.errors import ConfigError, ZeroppError
+from zeropp_ray.models import resolve_factory
+
+pytestmark = pytest.mark.ray
+
+
+def configuration(P: int, V: int, F: int, R: int, **more) -> RunConfig:
+    values = {
+        "run": {"name": f"test-{P}{V}{F}{R}"},
+        "model": {"layers": 4, "dim": 32, "heads": 2, "seq_len": 32},
+        "parallel": {"stages": P, "chunks": V, "shards": F, "replicas": R, "microbatches": 4, "microbatch_size": 2},
+        "train": {"steps": 10, "lr": 1e-2, "warmup_steps": 3, "eval_every": 0, "eval_sequences": 16},
+    }
+    for section, settings in more.items():
+        values[section] |= settings
+    return RunConfig.from_dict(values)
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 2, 1), (2, 1, 1, 2), (1, 2, 1, 1)], ids=str)
+def test_a_run_over_actors_equals_the_plain_loop(layout, tmp_path):
+    config = configuration(*layout)
+    events = []
+    summary = run_training(config, address=None, run_dir=tmp_path, on_event=events.append)
+
+    # One member that reads all samples reads them in the same order: micro-batches of the whole step.
+    alone = configuration(1, 1, 1, 1, parallel={"microbatches": config.parallel.global_batch // 2})
+    batches = Batches(alone, load_corpus(alone), 0, 0)
+    steps = [[batches.microbatch(step, m) for m in range(alone.parallel.microbatches)] for step in range(10)]
+    theirs = reference.train(resolve_factory(config.model), steps, lr=1e-2, warmup=3)
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert [event["kind"] for event in events].count("step") == 10
+    assert_summary(config, summary, losses, lines)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def assert_summary(config: RunConfig, summary: dict, losses: list[float], lines: list[dict]) -> None:
+    p, members = config.parallel, config.parallel.members
+    K = len(p.schedule().units)
+    assert summary["steps"] == 10
+    assert summary["tokens"] == 10 * p.global_batch * 32
+    assert (summary["first_loss"], summary["last_loss"]) == (losses[0], losses[-1])
+    assert summary["validation_loss"] == lines[-1]["validation_loss"] < summary["first_loss"]
+    assert summary["gathers"] == 10 * members * ((2 * p.chunks - 2) * K + 1)
+    assert summary["reduces"] == 10 * members * p.chunks * K
+    traffic = summary["traffic"]
+    boundaries = p.stages * p.chunks - 1 if p.stages > 1 else 0
+    message = p.microbatch_size * 32 * 32 * 4
+    assert traffic["sent_bytes"] == 10 * p.shards * p.replicas * p.microbatches * boundaries * 2 * message
+    assert traffic["sent_bytes"] == traffic["received_bytes"]
+    kinds = ("gathered_bytes", "reduced_bytes", "replica_reduced_bytes", "sent_bytes")
+    assert summary["bytes"] == sum(traffic[kind] for kind in kinds)
+
+
+class CommandRun:
+    """``zeropp train`` in a process group of its own, with a HOME of its own."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.folder = folder / "runs" / "victim"
+        home = folder / "home"
+        home.mkdir()
+        arguments = [x for setting in settings for x in ("--set", setting)]
+        self.scratch_before = _scratch()
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "jobs.cli",
+                "train",
+                "--name",
+                "victim",
+                "--set",
+                f"run.dir={folder}/runs",
+                *arguments,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "HOME": str(home)},
+            start_new_session=True,
+        )
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.process.poll() is None:
+            metrics = self.folder / "metrics.jsonl"
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"no step {step}: {self.process.communicate()[0]}")
+
+    def members(self) -> list[dict]:
+        return json.loads((self.folder / "members.json").read_text())
+
+    def tree(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, before: list[psutil.Process], within_s: float) -> tuple[int, str]:
+        """Exit code and output; asserts that it ended in time and left nothing behind."""
+        start = time.monotonic()
+        output = self.process.communicate(timeout=60)[0]
+        seconds = time.monotonic() - start
+        assert seconds <= within_s, f"took {seconds:.1f} s\n{output}"
+        assert not [p for p in before if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert _scratch() <= self.scratch_before
+        return self.process.returncode, output
+
+
+def _scratch() -> set[Path]:
+    """Temporary folders and shared memory that could be ours."""
+    return {*Path(tempfile.gettempdir()).glob("zeropp-*"), *Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture
+def command(tmp_path):
+    started = []
+
+    def start(*settings: str) -> CommandRun:
+        started.append(CommandRun(tmp_path, *settings))
+        return started[-1]
+
+    yield start
+    for run in started:
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", [0, -1], ids=["first", "last"])
+def test_a_killed_member_ends_the_run_with_its_name(command, victim):
+    run = command("train.steps=100000", "parallel.microbatch_size=1")
+    run.wait_for_step(3)
+    member, tree = run.members()[victim], run.tree()
+    os.kill(member["pid"], signal.SIGKILL)
+    code, output = run.end(tree, within_s=5)
+    assert code == 1
+    cause = output.splitlines()[-1]
+    assert cause.startswith(f"error: stage {member['stage']} shard {member['shard']} replica {member['replica']} ")
+    assert f"process {member['pid']} on" in cause
+    assert " died in step " in cause
+    assert " (instruction " in cause
+
+
+def test_a_killed_driver_ends_the_run(command):
+    run = command("train.steps=100000", "parallel.microbatch_size=1", "parallel.shards=1")
+    run.wait_for_step(2)
+    tree = run.tree()
+    (driver,) = [p for p in tree if "RunDriver" in " ".join(p.cmdline())]
+    driver.kill()
+    code, output = run.end(tree, within_s=8)
+    assert code == 1
+    assert "the driver of the run died" in output.splitlines()[-1]
+
+
+def test_an_interrupted_run_leaves_nothing(command):
+    run = command("train.steps=100000", "parallel.microbatch_size=1", "parallel.shards=1")
+    run.wait_for_step(2)
+    tree = run.tree()
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.end(tree, within_s=8)
+    assert code == 1
+    assert output.splitlines()[-1].startswith("error: stopped before the end")
+
+
+def test_an_error_in_the_model_names_member_and_instruction(tmp_path):
+    model = {"factory": "tests.user_models:fails_when_trained", "seq_len": 16, "args": {"depth": 2}, "layers": 4}
+    config = configuration(2, 1, 1, 1, model=model)
+    with pytest.raises(ZeroppError, match=r"stage 1 shard 0 replica 0 failed in 0F0 .*the block is tired"):
+        run_training(config, address=None, run_dir=tmp_path, on_event=lambda event: None)
+
+
+def test_more_members_than_a_joined_cluster_holds(tmp_path):
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        config = configuration(2, 1, 2, 1)
+        with pytest.raises(ConfigError, match=r"4 members need 4 CPUs and the cluster has 2"):
+            run_training(config, address=cluster.address, run_dir=tmp_path, on_event=lambda event: None)
+        small = configuration(2, 1, 1, 1, train={"steps": 2})
+        summary = run_training(small, address=cluster.address, run_dir=tmp_path, on_event=lambda event: None)
+        assert summary["steps"] == 2
+        ray.init(address=cluster.address)
+        states = [group["state"] for group in ray.util.placement_group_table().values()]
+        assert states == ["REMOVED"]
+        assert math.isclose(ray.available_resources()["CPU"], 2)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
