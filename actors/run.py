@@ -68,8 +68,8 @@ def cluster(config: RunConfig, address: str | None, on_event: Callable[[Event], 
         have = ray.cluster_resources().get("CPU", 0)
         if have < needed:
             raise ConfigError(
-                f"resources.cpus = {config.resources.cpus:g}: {config.parallel.members} members need {needed:g} CPUs and "
-                f"the cluster has {have:g}; lower resources.cpus, parallel.stages, parallel.shards or "
+                f"resources.cpus = {config.resources.cpus:g}: {config.parallel.members} members need {needed:g} CPUs "
+                f"and the cluster has {have:g}; lower resources.cpus, parallel.stages, parallel.shards or "
                 "parallel.replicas, or add nodes"
             )
         yield

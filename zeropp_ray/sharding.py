@@ -6,10 +6,10 @@ The flat tensor has three ranges, so that what is treated alike lies together::
     `------------- weight decay ----------------'
                                 `---- gradient made by B: the side buffer ----'
 
-Member ``f`` owns elements ``[f * n, (f + 1) * n)``, ``n = padded / F``: the fp32 master weights, their moments and their
-reduced gradient. The full tensor exists between :meth:`FlatChunk.gather` and :meth:`FlatChunk.release` only. The model's own
-Parameters are views of it; a release shrinks the storage to nothing and a gather fills it again, so views that autograd
-has saved stay valid.
+Member ``f`` owns elements ``[f * n, (f + 1) * n)``, ``n = padded / F``: the fp32 master weights, their moments and
+their reduced gradient. The full tensor exists between :meth:`FlatChunk.gather` and :meth:`FlatChunk.release` only.
+The model's own Parameters are views of it; a release shrinks the storage to nothing and a gather fills it again, so
+views that autograd has saved stay valid.
 
 Flat shards: Rajbhandari et al., ZeRO, arXiv 1910.02054. Gradient buffers that open at the first ``W`` of a unit and are
 reduced after the last: Tang et al., ZeroPP, arXiv 2402.03791.

@@ -124,8 +124,8 @@ def _embedding(module: nn.Embedding, queue: WeightQueue, ids: torch.Tensor) -> t
 def defer(modules: Iterable[nn.Module], queue: WeightQueue) -> list[nn.Parameter]:
     """Let every plain Linear and Embedding among ``modules`` stash its weight gradient in ``queue``.
 
-    Returns those weights. A subclass, a parametrized layer or an Embedding with ``max_norm``, ``sparse`` or ``scale_grad_by_freq`` means
-    something else by its forward or its gradient and is left to autograd.
+    Returns those weights. A subclass, a parametrized layer or an Embedding with ``max_norm``, ``sparse`` or
+    ``scale_grad_by_freq`` means something else by its forward or its gradient and is left to autograd.
     """
     weights: dict[nn.Parameter, None] = {}
     for module in modules:

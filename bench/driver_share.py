@@ -1,0 +1,101 @@
+"""What the driver itself costs a step: ``python -m bench.driver_share [--members 4] [--steps 60] [--step-ms 300]``.
+
+The driver's own loop runs as it is, over actors that only sleep for the time of a step and vote, so that cores are free
+and what is left is control. Per step, median and spread of the second half:
+
+- *process*: CPU time of all threads of the driver's process, from one step's call to the next one's;
+- *blocked*: wall time of the step less the sleep, that is, while no member computes or moves anything.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command(help=__doc__, context_settings={"show_default": True})
+@click.option("--members", default=4, help="Number of members.")
+@click.option("--steps", default=60, help="Steps measured.")
+@click.option("--step-ms", default=300.0, help="Length of a step, in milliseconds.")
+def main(members: int, steps: int, step_ms: float) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        rows = ray.get(_driver().remote().measure.remote(members, steps, step_ms / 1000))
+    finally:
+        ray.shutdown()
+    rows = rows[len(rows) // 2 :]
+    for name, values in zip(("process", "blocked"), zip(*rows, strict=True), strict=True):
+        middle, low, high = statistics.median(values), *statistics.quantiles(values, n=10)[:: 9 - 1]
+        print(f"{name}  {middle * 1e3:.2f} ms a step ({low * 1e3:.2f} to {high * 1e3:.2f}), {middle * 1e5 / step_ms:.2f}%")
+
+
+def _driver() -> Any:
+    import ray
+
+    from actors.driver import Record, Run, RunFolder
+    from actors.stage_group import MemberHandle, StageGroup
+    from zeropp_ray.comm.base import Counters
+    from zeropp_ray.config import RunConfig
+    from zeropp_ray.engine import Measured
+    from zeropp_ray.member import Report
+    from zeropp_ray.planner.plan import make_plan
+    from zeropp_ray.vote import Vote
+
+    @ray.remote(num_cpus=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
+    class SleepingWorker:
+        """As a StageWorker, but a step is a sleep."""
+
+        def advance(self, step: int, decision: Any, seconds: float = 0.0) -> Vote:
+            time.sleep(self.seconds)
+            return Vote(1.0, 1, 1.0, self.seconds)
+
+        def set(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def flush(self, decision: Any) -> None:
+            pass
+
+        def evaluate(self) -> tuple[float, int]:
+            return 1.0, 1
+
+        def report(self) -> Report:
+            return Report(Counters(), Measured(), 0, 0)
+
+    @ray.remote(num_cpus=0)
+    class Driver:
+        def measure(self, members: int, steps: int, seconds: float) -> list[tuple[float, float]]:
+            config = RunConfig.from_dict({"train": {"steps": steps, "eval_every": 0}})
+            plan = make_plan(config)
+            with tempfile.TemporaryDirectory() as folder:
+                run = Run(config, plan, RunFolder(Path(folder), Path(folder), folder))
+                stage = object.__new__(StageGroup)
+                me = next(plan.layout.members())
+                stage.members = [MemberHandle(me, SleepingWorker.remote()) for _ in range(members)]
+                run._stages, run._all = [stage], stage.members
+                ray.get([member.actor.set.remote(seconds) for member in stage.members])
+                records: list[Record] = []
+                init = Record.__init__
+
+                def remembered(self: Record, folder: Path) -> None:
+                    init(self, folder)
+                    records.append(self)
+
+                Record.__init__ = remembered  # type: ignore[method-assign]
+                for _ in run.train():
+                    pass
+                return records[0]._own
+
+    return Driver
+
+
+if __name__ == "__main__":
+    main()
