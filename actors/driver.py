@@ -241,9 +241,9 @@ class Record:
 
     def committed(self, decision: Any, lr: float, busiest_s: float, steps: int) -> Event:
         """Record a step; the event for whoever watches. ``busiest_s``: the longest that a member worked on it."""
-        seconds = time.perf_counter() - self._began[0]
+        seconds, process_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
         self._seconds.append(seconds)
-        self._own.append((time.process_time() - self._began[1], seconds - busiest_s))
+        self._own.append((process_s, seconds - busiest_s))
         self._losses.append(decision.loss)
         self._tokens += decision.tokens
         self._skipped += not decision.commit
@@ -260,7 +260,7 @@ class Record:
         if decision.reason:
             line["reason"] = decision.reason
         self._metrics.write(json.dumps(line) + "\n")
-        return {"kind": "step", "steps": steps, **line}
+        return {"kind": "step", "steps": steps, "driver_process_s": process_s, **line}
 
     def evaluated(self, step: int, validation_loss: float) -> Event:
         line = {"step": step, "validation_loss": _finite(validation_loss)}

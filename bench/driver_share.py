@@ -1,10 +1,11 @@
 """What the driver itself costs a step: ``python -m bench.driver_share [--members 4] [--steps 60] [--step-ms 300]``.
 
 The driver's own loop runs as it is, over actors that only sleep for the time of a step and vote, so that cores are free
-and what is left is control. Per step, median and spread of the second half:
+and what is left is control. Per step, median and tenth to ninetieth percentile of the second half:
 
-- *process*: CPU time of all threads of the driver's process, from one step's call to the next one's;
-- *blocked*: wall time of the step less the sleep, that is, while no member computes or moves anything.
+- *process*: CPU time of all threads of the driver's process, from the call of a step to its decision;
+- *blocked*: wall time from the last member's end of a step to the first member's start of the next (one clock):
+  nothing is computed and nothing moves.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ def main(members: int, steps: int, step_ms: float) -> None:
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
-        rows = ray.get(_driver().remote().measure.remote(members, steps, step_ms / 1000))
+        measured = ray.get(_driver().remote().measure.remote(members, steps, step_ms / 1000))
     finally:
         ray.shutdown()
-    rows = rows[len(rows) // 2 :]
-    for name, values in zip(("process", "blocked"), zip(*rows, strict=True), strict=True):
-        middle, low, high = statistics.median(values), *statistics.quantiles(values, n=10)[:: 9 - 1]
-        print(f"{name}  {middle * 1e3:.2f} ms a step ({low * 1e3:.2f} to {high * 1e3:.2f}), {middle * 1e5 / step_ms:.2f}%")
+    for name, values in measured.items():
+        values = values[len(values) // 2 :]
+        middle, low, high = statistics.median(values), *statistics.quantiles(values, n=10)[::8]
+        print(
+            f"{name}  {middle * 1e3:.2f} ms a step ({low * 1e3:.2f} to {high * 1e3:.2f}), {middle * 1e5 / step_ms:.2f}%"
+        )
 
 
 def _driver() -> Any:
     import ray
 
-    from actors.driver import Record, Run, RunFolder
+    from actors.driver import Run, RunFolder
     from actors.stage_group import MemberHandle, StageGroup
     from zeropp_ray.comm.base import Counters
     from zeropp_ray.config import RunConfig
@@ -54,12 +57,18 @@ def _driver() -> Any:
     class SleepingWorker:
         """As a StageWorker, but a step is a sleep."""
 
-        def advance(self, step: int, decision: Any, seconds: float = 0.0) -> Vote:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+            self.worked: list[tuple[float, float]] = []
+
+        def advance(self, step: int, decision: Any) -> Vote:
+            start = time.monotonic()
             time.sleep(self.seconds)
+            self.worked.append((start, time.monotonic()))
             return Vote(1.0, 1, 1.0, self.seconds)
 
-        def set(self, seconds: float) -> None:
-            self.seconds = seconds
+        def all_worked(self) -> list[tuple[float, float]]:
+            return self.worked
 
         def flush(self, decision: Any) -> None:
             pass
@@ -72,27 +81,24 @@ def _driver() -> Any:
 
     @ray.remote(num_cpus=0)
     class Driver:
-        def measure(self, members: int, steps: int, seconds: float) -> list[tuple[float, float]]:
+        def measure(self, members: int, steps: int, seconds: float) -> dict[str, list[float]]:
             config = RunConfig.from_dict({"train": {"steps": steps, "eval_every": 0}})
             plan = make_plan(config)
             with tempfile.TemporaryDirectory() as folder:
                 run = Run(config, plan, RunFolder(Path(folder), Path(folder), folder))
                 stage = object.__new__(StageGroup)
                 me = next(plan.layout.members())
-                stage.members = [MemberHandle(me, SleepingWorker.remote()) for _ in range(members)]
+                stage.members = [MemberHandle(me, SleepingWorker.remote(seconds)) for _ in range(members)]
                 run._stages, run._all = [stage], stage.members
-                ray.get([member.actor.set.remote(seconds) for member in stage.members])
-                records: list[Record] = []
-                init = Record.__init__
-
-                def remembered(self: Record, folder: Path) -> None:
-                    init(self, folder)
-                    records.append(self)
-
-                Record.__init__ = remembered  # type: ignore[method-assign]
-                for _ in run.train():
-                    pass
-                return records[0]._own
+                process = []
+                for event in run.train():
+                    if event["kind"] == "step":
+                        process.append(event["driver_process_s"])
+                worked = ray.get([member.actor.all_worked.remote() for member in stage.members])
+                ends = [max(end for _, end in step) for step in zip(*worked, strict=True)]
+                starts = [min(start for start, _ in step) for step in zip(*worked, strict=True)]
+                gaps = [start - end for end, start in zip(ends[:-1], starts[1:], strict=True)]
+                return {"process": process, "blocked": gaps}
 
     return Driver
 
