@@ -14,16 +14,20 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from actors.checkpoints import Checkpoints
 from actors.failure import collect
+from actors.folder import RunFolder
 from actors.progress import Position, read_progress
 from actors.stage_group import MemberHandle, StageGroup
+from zeropp_ray.checkpoint.manifest import Progress, folder_name
+from zeropp_ray.checkpoint.reader import CHECKPOINTS
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ZeroppError
 
@@ -35,34 +39,22 @@ START_S = 120.0  # how long members may take to start and to build
 GONE_S = 3.0  # how long the end of killed processes is waited for
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """What a driver needs to know of where it runs:
-
-    the run's folder, scratch for progress files, and the directory it was started from.
-    """
-
-    path: Path
-    scratch: Path
-    start_directory: str
-
-
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
 class RunDriver:
     """One per run. It has no control threads: Ray's loop for them alone would cost it 0.6% of a core."""
 
-    def run(self, config: dict[str, Any], plan: Any, folder: RunFolder) -> Iterator[list[Event]]:
+    def run(self, config: dict[str, Any], plan: Any, folder: RunFolder, data: dict[str, Any]) -> Iterator[list[Event]]:
         """Train to the end; call it with ``num_returns="streaming"``. Yields what happened, at most every
         :data:`TELL_S` seconds.
 
         The last event is ``{"kind": "done", "summary": …}`` or ``{"kind": "failed", "error": cause}``; by then nothing
         of the run is left.
         """
-        run = Run(RunConfig.from_dict(config), plan, folder)
+        run = Run(RunConfig.from_dict(config), plan, folder, data)
         try:
             with run.members():
                 yield from _in_batches(run.train())
-            yield [{"kind": "done", "summary": run.summary}]
+            yield [run.outcome]
         except ZeroppError as error:
             yield [{"kind": "failed", "error": str(error)}]
 
@@ -82,9 +74,9 @@ def _in_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
 class Run:
     """The members of a run and the loop over its steps."""
 
-    def __init__(self, config: RunConfig, plan: Any, folder: RunFolder) -> None:
-        self._config, self._plan, self._folder = config, plan, folder
-        self.summary: dict[str, Any] = {}
+    def __init__(self, config: RunConfig, plan: Any, folder: RunFolder, data: dict[str, Any] | None = None) -> None:
+        self._config, self._plan, self._folder, self._data = config, plan, folder, data or {}
+        self.outcome: Event = {}
         self._stages: list[StageGroup] = []
         self._epoch = 0
         self._evaluating = False
@@ -186,31 +178,82 @@ class Run:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def train(self) -> Iterator[Event]:
-        """All steps, evaluations and the record. Leaves :attr:`summary`."""
-        from zeropp_ray.optim import learning_rate
+        """All steps, evaluations, checkpoints and the record. Leaves :attr:`outcome`."""
         from zeropp_ray.vote import decide
 
         train, limit = self._config.train, self._config.resources.step_timeout_s
-        record = Record(self._folder.path)
-        decision, validation = None, math.nan
-        for step in range(1, train.steps + 1):
+        progress, decision, validation = self._begin(), None, math.nan
+        record = Record(self._folder.path, progress)
+        checkpoints = Checkpoints(
+            self._config, self._folder.path, list(self._plan.program.spec.units), self._data, progress.step
+        )
+        for step in range(progress.step + 1, train.steps + 1):
+            if self._folder.stop.exists():
+                break
             record.begin_step()
             votes = self._call("advance", step, decision, timeout_s=limit)
             decision = decide(step, votes, train.clip_norm)
-            lr = learning_rate(
-                step,
-                steps=train.steps,
-                lr=train.lr,
-                warmup_steps=train.warmup_steps,
-                min_lr_ratio=train.min_lr_ratio,
+            progress = self._after(progress, decision)
+            yield record.committed(
+                decision, self._learning_rate(step), max(vote.seconds for vote in votes), train.steps
             )
-            yield record.committed(decision, lr, max(vote.seconds for vote in votes), train.steps)
-            if step == train.steps or (train.eval_every and step % train.eval_every == 0):
+            yield from checkpoints.poll()
+            last = step == train.steps
+            evaluate = last or (train.eval_every and step % train.eval_every == 0)
+            save = checkpoints.due(step)
+            if evaluate or save:
                 self._call("flush", decision, timeout_s=limit)
                 decision = None
+            if save:
+                yield from checkpoints.begin(progress, self._saving_call)
+            if evaluate:
                 validation = self._evaluate()
                 yield record.evaluated(step, validation)
-        self.summary = record.finish(self._call("report", timeout_s=limit), validation)
+        self._call("flush", decision, timeout_s=limit)
+        yield from checkpoints.poll(wait=True)
+        if progress.step != checkpoints.saved_step:
+            yield from checkpoints.begin(progress, self._saving_call)
+            yield from checkpoints.poll(wait=True)
+        if progress.step == train.steps:
+            summary = record.finish(self._call("report", timeout_s=limit), validation, checkpoints)
+            self.outcome = {"kind": "done", "summary": summary}
+        else:
+            self.outcome = {"kind": "stopped", "step": progress.step, "saved": checkpoints.saved_step == progress.step}
+
+    def _begin(self) -> Progress:
+        """Where the run stands before its first step: at the beginning, or where the checkpoint was."""
+        from zeropp_ray.checkpoint.reader import open_checkpoint
+
+        if self._folder.resume is None:
+            return Progress(step=0, commits=0, samples=0, tokens=0)
+        self._call("restore", self._folder.resume, timeout_s=START_S)
+        return open_checkpoint(self._folder.resume).manifest.progress
+
+    def _after(self, progress: Progress, decision: Any) -> Progress:
+        return replace(
+            progress,
+            step=decision.step,
+            commits=progress.commits + decision.commit,
+            samples=decision.step * self._config.parallel.global_batch,
+            tokens=progress.tokens + decision.tokens,
+        )
+
+    def _saving_call(self, method: str, *arguments: Any) -> list[Any]:
+        """Start a save at all members; the references of their files."""
+        self._call(method, *arguments, timeout_s=self._config.resources.step_timeout_s)
+        return [member.actor.saved.remote() for member in self._all]
+
+    def _learning_rate(self, step: int) -> float:
+        from zeropp_ray.optim import learning_rate
+
+        train = self._config.train
+        return learning_rate(
+            step,
+            steps=train.steps,
+            lr=train.lr,
+            warmup_steps=train.warmup_steps,
+            min_lr_ratio=train.min_lr_ratio,
+        )
 
     def _evaluate(self) -> float:
         """Validation loss in nats per token: summed over all members, then divided."""
@@ -227,12 +270,14 @@ class Record:
     ``metrics.jsonl``, one line a step or evaluation, and ``summary.json``.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, progress: Progress) -> None:
         self._folder = folder
-        self._metrics = (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
-        self._losses: list[float] = []
-        self._tokens = 0
-        self._skipped = 0
+        lines = _lines_up_to(folder / "metrics.jsonl", progress.step)
+        self._metrics = (folder / "metrics.jsonl").open("w", buffering=1, encoding="utf-8")
+        self._metrics.writelines(json.dumps(line) + "\n" for line in lines)
+        self._losses: list[float | None] = [line["loss"] for line in lines if "loss" in line]
+        self._tokens = self._tokens_before = progress.tokens
+        self._skipped = progress.step - progress.commits
         self._seconds: list[float] = []
         self._own: list[tuple[float, float]] = []  # the driver's process time and its blocked time, of each step
 
@@ -244,7 +289,7 @@ class Record:
         seconds, process_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
         self._seconds.append(seconds)
         self._own.append((process_s, seconds - busiest_s))
-        self._losses.append(decision.loss)
+        self._losses.append(_finite(decision.loss))
         self._tokens += decision.tokens
         self._skipped += not decision.commit
         line = {
@@ -267,7 +312,7 @@ class Record:
         self._metrics.write(json.dumps(line) + "\n")
         return {"kind": "eval", **line}
 
-    def finish(self, reports: list[Any], validation_loss: float) -> dict[str, Any]:
+    def finish(self, reports: list[Any], validation_loss: float, checkpoints: Checkpoints) -> dict[str, Any]:
         """Write and return the summary. Counts are totals over all members; the driver's times are medians per step."""
         from zeropp_ray.comm.base import Counters
 
@@ -281,10 +326,10 @@ class Record:
             "steps": len(self._losses),
             "tokens": self._tokens,
             "skipped_steps": self._skipped,
-            "first_loss": _finite(self._losses[0]),
-            "last_loss": _finite(self._losses[-1]),
+            "first_loss": self._losses[0],
+            "last_loss": self._losses[-1],
             "validation_loss": _finite(validation_loss),
-            "tokens_per_s": self._tokens / sum(self._seconds),
+            "tokens_per_s": (self._tokens - self._tokens_before) / sum(self._seconds),
             "seconds": sum(self._seconds),
             "gathers": total.gathers,
             "reduces": total.reduces,
@@ -295,12 +340,24 @@ class Record:
             "peak_live_chunks": [report.measured.peak_live_chunks for report in reports],
             "peak_resident_elements": [report.measured.peak_resident_elements for report in reports],
             "peak_open_gradient_buffers": [report.peak_open_gradient_buffers for report in reports],
+            "checkpoint": f"{CHECKPOINTS}/{folder_name(checkpoints.saved_step)}"
+            if checkpoints.saved_step >= 0
+            else None,
+            "checkpoint_blocked_s": _median(checkpoints.blocked_s) if checkpoints.blocked_s else None,
             "driver_process_s_per_step": _median([process for process, _ in settled]),
             "driver_blocked_s_per_step": _median([blocked for _, blocked in settled]),
         }
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         self._metrics.close()
         return summary
+
+
+def _lines_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of an earlier part of the run that still hold: a resumed run takes the later ones again."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return [line for line in lines if line["step"] <= step]
 
 
 def _finite(value: float) -> float | None:

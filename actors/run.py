@@ -5,36 +5,61 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from actors.folder import RunFolder
+from zeropp_ray.checkpoint.reader import Checkpoint
+from zeropp_ray.checkpoint.resume import check_same_data, check_same_parameters, identity_of
 from zeropp_ray.config import RunConfig
 from zeropp_ray.data.corpus import load_corpus
 from zeropp_ray.errors import ConfigError, ZeroppError
-from zeropp_ray.planner.plan import make_plan
+from zeropp_ray.planner.plan import Plan, make_plan
 
 Event = dict[str, Any]
 
 OBJECT_STORE_BYTES = 100 * 2**20  # no tensor passes the object store
 
 
+class Stopped(ZeroppError):
+    """The run was asked to stop and did, after a step that is saved. Exit code 75: resume me."""
+
+    exit_code = 75
+
+
 def run_training(
-    config: RunConfig, *, address: str | None, run_dir: Path, on_event: Callable[[Event], None]
+    config: RunConfig,
+    *,
+    address: str | None,
+    run_dir: Path,
+    on_event: Callable[[Event], None],
+    resume: Checkpoint | None = None,
 ) -> dict[str, Any]:
     """Train and return the summary. ``address`` None starts a cluster on this machine, and ends it afterwards.
 
-    Raises ConfigError before anything is started if the run cannot work, and ZeroppError with the cause if it failed.
+    ``resume``: the checkpoint to go on from. SIGINT and SIGTERM stop the run after the step at hand, with a checkpoint.
+
+    Raises ConfigError before anything is started if the run cannot work, ZeroppError with the cause if it failed,
+    Stopped if it was asked to stop.
     """
     plan = make_plan(config)
-    load_corpus(config, plan.description.vocab)  # told before Ray starts
+    corpus = load_corpus(config, plan.description.vocab)  # told before Ray starts
+    data = identity_of(corpus.train, corpus.validation)
+    if resume is not None:
+        check_same_parameters(resume, plan.description.shapes)
+        check_same_data(resume, data)
     on_event({"kind": "plan", **plan.table(config)})
     scratch = Path(tempfile.mkdtemp(prefix="zeropp-"))
     try:
         with cluster(config, address, on_event):
-            return _drive(config, plan, run_dir, scratch, on_event)
+            folder = RunFolder(run_dir.resolve(), scratch, str(Path.cwd()), resume.path.resolve() if resume else None)
+            with _stopping_on_signals(folder, on_event):
+                return _drive(config, plan, folder, data, on_event)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -77,22 +102,47 @@ def cluster(config: RunConfig, address: str | None, on_event: Callable[[Event], 
         ray.shutdown()
 
 
+@contextmanager
+def _stopping_on_signals(folder: RunFolder, on_event: Callable[[Event], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM ask the driver to stop at the next commit; a second one ends the run at once."""
+
+    def ask(number: int, frame: Any) -> None:
+        if folder.stop.exists():
+            raise KeyboardInterrupt
+        folder.stop.touch()
+        on_event({"kind": "log", "text": "stopping after this step, with a checkpoint; once more ends the run at once"})
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _drive(
-    config: RunConfig, plan: Any, run_dir: Path, scratch: Path, on_event: Callable[[Event], None]
+    config: RunConfig, plan: Plan, folder: RunFolder, data: dict[str, Any], on_event: Callable[[Event], None]
 ) -> dict[str, Any]:
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from actors.driver import RunDriver, RunFolder
+    from actors.driver import RunDriver
 
-    driver = RunDriver.remote()  # type: ignore[attr-defined]
-    folder = RunFolder(path=run_dir.resolve(), scratch=scratch, start_directory=str(Path.cwd()))
+    # On this node: the run's folder and the request to stop are files here.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    driver = RunDriver.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
     try:
-        for batch in driver.run.options(num_returns="streaming").remote(config.to_dict(), plan, folder):
+        for batch in driver.run.options(num_returns="streaming").remote(config.to_dict(), plan, folder, data):
             for event in ray.get(batch):
                 if event["kind"] == "done":
                     return event["summary"]
                 if event["kind"] == "failed":
                     raise ZeroppError(event["error"])
+                if event["kind"] == "stopped":
+                    raise Stopped(_stopped(event, folder.path))
                 on_event(event)
     except ray.exceptions.RayActorError as error:
         raise ZeroppError(
@@ -103,3 +153,11 @@ def _drive(
     finally:
         ray.kill(driver, no_restart=True)
     raise AssertionError("the driver ended without a word")
+
+
+def _stopped(event: Event, run: Path) -> str:
+    if not event["step"]:
+        return "stopped before the first step"
+    if not event["saved"]:
+        return f"stopped after step {event['step']}, which could not be saved; see the messages above"
+    return f"stopped after step {event['step']}, which is saved; go on with: zeropp train --resume {run}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class StageWorker:
 
     def __init__(self, me: Member) -> None:
         self._me = me
+        self._background = ThreadPoolExecutor(1, "checkpoint")
 
     def identify(self) -> Identity:
         return Identity(os.getpid(), ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
@@ -73,6 +75,21 @@ class StageWorker:
 
     def report(self) -> Any:
         return self._member.report()
+
+    def restore(self, path: Path) -> None:
+        """Continue from the checkpoint in ``path``."""
+        from zeropp_ray.checkpoint.reader import open_checkpoint
+
+        self._member.load(open_checkpoint(path))
+
+    def snapshot(self, folder: Path) -> None:
+        """Copy the committed state and start writing this member's part of a checkpoint; ``saved`` waits for it."""
+        self._save = self._background.submit(self._member.save, self._member.copies(), folder)
+
+    @ray.method(concurrency_group="control")
+    def saved(self) -> Any:
+        """The files of the last ``snapshot``, once they are on disk. Raises what kept them from it."""
+        return self._save.result()
 
     @ray.method(concurrency_group="control")
     def progress_of(self, path: Path) -> Position | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from jobs.checkpoint import checkpoint
 from jobs.config import config
 from jobs.schedule import schedule
 from jobs.train import train
@@ -40,7 +41,7 @@ def zeropp() -> None:
     """
 
 
-for command in (train, config, schedule):
+for command in (train, config, schedule, checkpoint):
     zeropp.add_command(command)
 
 

@@ -53,6 +53,8 @@ class Reporter:
             self._step(event)
         elif kind == "eval":
             self.line(f"step {event['step']}  validation loss {_loss(event['validation_loss'])}")
+        elif kind == "checkpoint":
+            self.line(f"step {event['step']}  checkpoint {event['path']}")
         elif kind == "log":
             self.line(event["text"])
 
@@ -86,7 +88,10 @@ class Reporter:
                     "moved",
                     f"{size(summary['bytes'])}, {summary['gathers']} gathers, {summary['reduces']} reduces in all",
                 ),
-                ("files", f"{folder}: config.toml, metrics.jsonl, summary.json, log.txt"),
+                ("files", f"{folder}: config.toml, metrics.jsonl, summary.json, log.txt, checkpoints/"),
+                ("next", f"zeropp sample {folder} --prompt 'The '"),
+                ("", f"zeropp eval {folder}"),
+                ("", f"zeropp train --resume {folder} --set train.steps={2 * summary['steps']}"),
             )
         )
 

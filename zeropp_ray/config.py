@@ -10,6 +10,7 @@ Symbols: P = stages, V = chunks, F = shards, R = replicas, N = microbatches, U =
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -23,6 +24,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 import tomli_w
 
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.presets import FAMILIES, PRESETS
 from zeropp_ray.schedule.costs import Costs
 from zeropp_ray.schedule.spec import ScheduleSpec, resolve
 
@@ -107,23 +109,46 @@ class RunSection(_Section):
 class ModelSection(_Section):
     SECTION: ClassVar[str] = "model"
 
-    family: str = setting("llama", "built-in model family; not used with model.factory")
+    preset: str = setting("", "a published model, such as gpt2 or llama3.2-1b: its sizes, where none are given here")
+    init_from: str = setting("", "a Hugging Face folder to start from: its weights, and its sizes as from a preset")
+    family: str = setting("llama", "built-in model family, llama or gpt2; not used with model.factory")
     layers: int = setting(4, "transformer layers")
     dim: int = setting(128, "width of the model")
     heads: int = setting(4, "attention heads")
     kv_heads: int = setting(0, "key and value heads; 0: as many as heads")
-    ffn_dim: int = setting(0, "inner width of the feed-forward part; 0: 8/3 of dim, rounded up to a multiple of 32")
+    head_dim: int = setting(0, "width of a head; 0: dim / heads")
+    ffn_dim: int = setting(0, "inner width of the feed-forward part; 0: 8/3 of dim, rounded up to 32; gpt2: 4 dim")
     vocab_size: int = setting(256, "number of different tokens; text is read as bytes, which are 256")
     seq_len: int = setting(128, "length of a sequence", "tokens")
+    context: int = setting(0, "longest sequence that the model is made for; 0: seq_len", "tokens")
+    tie_embeddings: bool = setting(False, "the head uses the weights of the embedding; gpt2: true unless it is given")
     rope_theta: float = setting(10000.0, "base of the rotary position angles")
-    norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
+    rope_factor: float = setting(1.0, "stretching of slow rotary angles as in Llama 3.1, from 8192 tokens; 1: none")
+    norm_eps: float = setting(1e-5, "added to the variance in a norm")
     factory: str = setting("", "your own model instead of a family: 'package.module:function'")
     args: dict[str, Any] = field(
         default_factory=dict, hash=False, metadata={"help": "keyword arguments for model.factory", "unit": ""}
     )
 
+    def __new__(cls, **given: Any) -> ModelSection:
+        section = super().__new__(cls)
+        object.__setattr__(section, "_given", frozenset(given))
+        return section
+
+    def __post_init__(self) -> None:
+        """Fields that were not given take their values from the preset, or else the defaults of the family."""
+        preset = PRESETS.get(str(self.preset), {})
+        family = self.family if "family" in self._given else preset.get("family", self.family)  # type: ignore[attr-defined]
+        for name, value in {**FAMILIES.get(str(family), {}), **preset}.items():
+            if name not in self._given:  # type: ignore[attr-defined]
+                object.__setattr__(self, name, value)
+        super().__post_init__()
+
     def _check(self) -> None:
         self._at_least(1, "vocab_size", "seq_len")
+        for name in ("preset", "init_from"):
+            text = "a model of your own brings its sizes and weights itself; remove one of the two"
+            self._require(not (self.factory and getattr(self, name)), name, text)
         if self.factory:
             self._require(
                 re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*", self.factory) is not None,
@@ -132,18 +157,59 @@ class ModelSection(_Section):
             )
             return
         self._require(not self.args, "args", "only model.factory takes arguments; set model.factory or remove them")
-        self._require(self.family == "llama", "family", f"unknown; {_close(self.family, ['llama'])}")
-        self._at_least(1, "layers", "dim", "heads")
-        self._at_least(0, "kv_heads", "ffn_dim")
-        self._require(self.dim % 2 == 0, "dim", f"rotary positions need an even width; use {self.dim + 1}")
-        if self.dim % (2 * self.heads):
-            near = _nearest(min(self.heads, self.dim), lambda heads: self.dim % (2 * heads) == 0)
-            self._require(False, "heads", f"must cut model.dim = {self.dim} into equal parts of even width; use {near}")
+        self._require(self.family in FAMILIES, "family", f"unknown; {_close(self.family, FAMILIES)}")
+        self._require(self.preset in ("", *PRESETS), "preset", f"unknown; {_close(self.preset, PRESETS)}")
+        self._at_least(1, "layers", "dim", "heads", "rope_factor")
+        self._at_least(0, "kv_heads", "head_dim", "ffn_dim", "context")
+        self._require(
+            not 0 < self.context < self.seq_len, "context", f"must hold model.seq_len = {self.seq_len}; lower that one"
+        )
+        self._require(self.rope_theta > 0, "rope_theta", "must be above 0")
+        self._require(self.norm_eps > 0, "norm_eps", "must be above 0")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        rotary = self.family == "llama"
+        if rotary and not self.head_dim:
+            self._require(self.dim % 2 == 0, "dim", f"rotary positions need an even width; use {self.dim + 1}")
+        self._require(
+            not (rotary and self.head_dim % 2),
+            "head_dim",
+            f"rotary positions need an even width; use {self.head_dim + 1}",
+        )
+        even = 2 if rotary else 1
+        if self.dim % (even * self.heads) and not (rotary and self.head_dim):
+            near = _nearest(min(self.heads, self.dim), lambda heads: self.dim % (even * heads) == 0)
+            width = " of even width" if rotary else ""
+            self._require(False, "heads", f"must cut model.dim = {self.dim} into equal parts{width}; use {near}")
         if self.kv_heads and self.heads % self.kv_heads:
             near = _nearest(min(self.kv_heads, self.heads), lambda kv_heads: self.heads % kv_heads == 0)
             self._require(False, "kv_heads", f"must divide model.heads = {self.heads}; use {near}")
-        self._require(self.rope_theta > 0, "rope_theta", "must be above 0")
-        self._require(self.norm_eps > 0, "norm_eps", "must be above 0")
+        if self.family == "gpt2":
+            fixed = {"kv_heads": self.heads, "head_dim": self.dim // self.heads, "rope_factor": 1.0}
+            for name, only in fixed.items():
+                self._require(getattr(self, name) in (0, only), name, f"gpt2 has no choice here; use {only:g}")
+
+    def resolved(self) -> ModelSection:
+        """The same model with every automatic size (0) written out."""
+        if self.factory:
+            return self
+        ffn_dim = 4 * self.dim if self.family == "gpt2" else -(-8 * self.dim // (3 * 32)) * 32
+        return dataclasses.replace(
+            self,
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=self.head_dim or self.dim // self.heads,
+            ffn_dim=self.ffn_dim or ffn_dim,
+            context=self.context or self.seq_len,
+        )
+
+    @property
+    def label(self) -> str:
+        """What to call the model in a sentence: its factory, its preset and what was changed of that, or its family."""
+        preset = PRESETS.get(self.preset, {})
+        changed = [f"{name} {getattr(self, name)}" for name, value in preset.items() if getattr(self, name) != value]
+        changes = f" with {', '.join(changed)}" if changed else ""
+        return self.factory or (self.preset and self.preset + changes) or self.family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +288,18 @@ class TrainSection(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSection(_Section):
+    SECTION: ClassVar[str] = "checkpoint"
+
+    every_steps: int = setting(0, "distance of checkpoints; 0: by time alone. There is always one at the end", "steps")
+    every_minutes: float = setting(10.0, "time between checkpoints; 0: by steps alone", "minutes")
+    keep: int = setting(3, "how many of the newest are kept; 0: all", "checkpoints")
+
+    def _check(self) -> None:
+        self._at_least(0, "every_steps", "every_minutes", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResourcesSection(_Section):
     SECTION: ClassVar[str] = "resources"
 
@@ -242,6 +320,7 @@ class RunConfig:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     resources: ResourcesSection = field(default_factory=ResourcesSection)
 
     def __post_init__(self) -> None:
@@ -291,10 +370,7 @@ class RunConfig:
 
     def resolved(self) -> RunConfig:
         """The same run with every automatic value (0) written out, so that a later default cannot change it."""
-        model, parallel = self.model, self.parallel
-        if not model.factory:
-            ffn_dim = model.ffn_dim or -(-8 * model.dim // (3 * 32)) * 32
-            model = dataclasses.replace(model, kv_heads=model.kv_heads or model.heads, ffn_dim=ffn_dim)
+        model, parallel = self.model.resolved(), self.parallel
         spec = parallel.schedule()
         parallel = dataclasses.replace(parallel, unit=spec.unit, memory_limit=spec.memory_limit)
         return dataclasses.replace(self, model=model, parallel=parallel)
@@ -302,7 +378,15 @@ class RunConfig:
 
 SECTIONS: dict[str, type[_Section]] = {
     kind.SECTION: kind
-    for kind in (RunSection, ModelSection, ParallelSection, DataSection, TrainSection, ResourcesSection)
+    for kind in (
+        RunSection,
+        ModelSection,
+        ParallelSection,
+        DataSection,
+        TrainSection,
+        CheckpointSection,
+        ResourcesSection,
+    )
 }
 
 
@@ -318,6 +402,12 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunC
             raise ConfigError(f"{path}: cannot be read as a configuration file: {error}") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: not TOML: {error}") from None
+    return overridden(values, overrides)
+
+
+def overridden(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """The configuration of nested tables, changed by ``section.key=value`` overrides in order."""
+    values = copy.deepcopy(values)
     for override in overrides:
         _override(values, override)
     return RunConfig.from_dict(values)

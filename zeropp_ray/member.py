@@ -10,10 +10,14 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from zeropp_ray.checkpoint.manifest import FileEntry
+from zeropp_ray.checkpoint.reader import Checkpoint
+from zeropp_ray.checkpoint.writer import ParameterCopy, write
 from zeropp_ray.comm.base import Counters, Links
 from zeropp_ray.config import RunConfig
 from zeropp_ray.engine import Chunk, Engine, Measured
@@ -172,16 +176,53 @@ class StageMember:
         buffers = self.engine.buffers
         return Report(self.counters, self._measured, buffers.peak_open, buffers.allocated)
 
-    def named_shards(self, what: str = "weights") -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(full name, first element, piece) of every parameter part in this member's shards;
+    def _units(self) -> list[FlatChunk]:
+        """The flat units whose parameters this stage answers for in a checkpoint."""
+        return [chunk.flat for chunk in self.engine.chunks]
 
-        ``weights`` or ``gradients``.
+    def copies(self) -> list[ParameterCopy]:
+        """Copies of what this member holds of its parameters and moments, as they are committed; for a checkpoint."""
+        copies = []
+        for flat in self._units():
+            for slot in flat.slots:
+                pieces = {"weights": flat.shard[flat.place(slot)].clone()}
+                pieces |= {name: piece.clone() for name, piece in self._optimizer.moments(flat, slot).items()}
+                ranges = [flat.piece(slot, rank) for rank in range(self.plan.layout.shards)]
+                copies.append(ParameterCopy(slot.name, tuple(slot.parameter.shape), pieces, ranges))
+        return copies
+
+    def save(self, copies: list[ParameterCopy], folder: Path) -> list[FileEntry]:
+        """Write this member's part of a checkpoint;
+
+        in a thread of its own, while steps go on. Replicas leave it to the first.
         """
-        begin_of = self.me.f
+        assert self._links is not None
+        return [] if self.me.r else write(copies, self._links.checkpoint, self.me, folder)
+
+    @torch.no_grad()
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Take this member's pieces of weights and moments from a checkpoint of any layout.
+
+        Comes after the first join.
+        """
         for chunk in self.engine.chunks:
             flat = chunk.flat
+            for slot in flat.slots:
+                low, high = flat.piece(slot, self.me.f)
+                if low < high:
+                    flat.shard[flat.place(slot)] = checkpoint.tensor(slot.name).view(-1)[low:high]
+                    for name, piece in self._optimizer.moments(flat, slot).items():
+                        piece.copy_(checkpoint.tensor(f"{name}.{slot.name}").view(-1)[low:high])
+        self._optimizer.set_commits(checkpoint.manifest.progress.commits)
+
+    def named_shards(self, what: str = "weights") -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(full name, first element, piece) of every parameter part in this member's shards.
+
+        ``what``: ``weights`` or ``gradients``.
+        """
+        for flat in self._units():
             source = flat.shard if what == "weights" else flat.gradient
             for slot in flat.slots:
-                piece = flat.local(slot, source)
+                piece = source[flat.place(slot)]
                 if piece.numel():
-                    yield slot.name, max(begin_of * flat.shard_numel - slot.offset, 0), piece
+                    yield slot.name, flat.piece(slot, self.me.f)[0], piece

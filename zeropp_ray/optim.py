@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from zeropp_ray.sharding import FlatChunk
+from zeropp_ray.sharding import FlatChunk, Slot
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch names them: the mean gradient and the mean square
 
 
 def learning_rate(step: int, *, steps: int, lr: float, warmup_steps: int, min_lr_ratio: float) -> float:
@@ -34,6 +36,7 @@ class ShardedAdamW:
         self, chunks: Sequence[FlatChunk], *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._ranges: dict[FlatChunk, list[tuple[int, torch.nn.Parameter]]] = {}  # where in the shard each begins
         groups: list[dict[str, object]] = []
         for chunk in chunks:
             cut = chunk.decayed_in_shard
@@ -42,6 +45,7 @@ class ShardedAdamW:
                     continue
                 weight = torch.nn.Parameter(chunk.shard[piece])  # shares the shard's memory
                 self._pairs.append((weight, chunk.gradient[piece]))
+                self._ranges.setdefault(chunk, []).append((piece.start, weight))
                 groups.append({"params": [weight], "weight_decay": decay})
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True) if groups else None
 
@@ -55,3 +59,27 @@ class ShardedAdamW:
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
+
+    def moments(self, chunk: FlatChunk, slot: Slot) -> dict[str, torch.Tensor]:
+        """Views of the local piece of a parameter's two moments, by name; zeros before the first update."""
+        place = chunk.place(slot)
+        for begin, weight in self._ranges.get(chunk, []):
+            if begin <= place.start < begin + weight.numel():
+                state = self._state(weight)
+                return {name: state[name][place.start - begin : place.stop - begin] for name in MOMENTS}
+        return dict.fromkeys(MOMENTS, chunk.shard[:0])
+
+    def set_commits(self, commits: int) -> None:
+        """How many updates the moments have seen; Adam corrects their bias by it."""
+        for weight, _ in self._pairs:
+            self._state(weight)["step"].fill_(commits)
+
+    def _state(self, weight: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The optimizer's state of a piece, made as torch's AdamW makes it at the first update."""
+        assert self._adam is not None
+        state = self._adam.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(weight, requires_grad=False)
+        return state

@@ -207,14 +207,17 @@ class FlatChunk:
         self._storage.resize_(0)
         self.resident = False
 
-    def local(self, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
-        """The part of ``slot`` that lies in this member's ``flat`` shard tensor (weights, gradient or a moment);
+    def piece(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """Which elements of ``slot`` lie in the shard of member ``rank`` of the stage: from, up to; equal if none."""
+        begin = rank * self.shard_numel - slot.offset
+        low = min(max(begin, 0), slot.numel)
+        return low, min(max(begin + self.shard_numel, low), slot.numel)
 
-        may be empty.
-        """
-        begin = self._stage.rank * self.shard_numel
-        low, high = slot.offset - begin, slot.offset + slot.numel - begin
-        return flat[max(low, 0) : max(min(high, self.shard_numel), 0)]
+    def place(self, slot: Slot) -> slice:
+        """Where the local piece of ``slot`` lies in this member's shard tensors (weights, gradient); may be empty."""
+        low, high = self.piece(slot, self._stage.rank)
+        begin = slot.offset + low - self._stage.rank * self.shard_numel if low < high else 0
+        return slice(begin, begin + high - low)
 
 
 class PendingReduce:

@@ -93,7 +93,8 @@ class Links:
     pipeline: Group
     stage: Group
     replicas: Group
+    checkpoint: Group  # the stage again, for background traffic apart from training
 
     def close(self) -> None:
-        for group in (self.pipeline, self.stage, self.replicas):
+        for group in (self.pipeline, self.stage, self.replicas, self.checkpoint):
             group.close()

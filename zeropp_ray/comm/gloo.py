@@ -147,4 +147,5 @@ def connect(at: Rendezvous, layout: Layout, me: Member, *, host: str) -> Links:
         pipeline=form(f"pipeline-{me.f}-{me.r}", me.p, layout.stages),
         stage=form(f"stage-{me.p}-{me.r}", me.f, layout.shards),
         replicas=form(f"replicas-{me.p}-{me.f}", me.r, layout.replicas),
+        checkpoint=form(f"checkpoint-{me.p}-{me.r}", me.f, layout.shards),
     )

@@ -65,6 +65,11 @@ class ModelDescription:
         """Number of parameters."""
         return sum(part.elements for part in self.parts)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter, by full name."""
+        return {name: shape for part in self.parts for name, shape in part.parameters.items()}
+
     def parts_of(self, ranges: Sequence[range], chunk: int) -> tuple[Part, ...]:
         """The parts of one model chunk, in the order of the forward; `ranges` are the blocks of every chunk."""
         first = (self.embed,) if chunk == 0 else ()

@@ -1,0 +1,117 @@
+"""What a checkpoint is on disk, and its manifest.
+
+::
+
+    runs/NAME/checkpoints/step-00000010/
+        manifest.json                     step, cursor, configuration, names and checksums
+        weights-000-001.safetensors       of stage 0, shard 1: full fp32 tensors by parameter name
+        optimizer-000-001.safetensors     exp_avg.NAME and exp_avg_sq.NAME
+
+Every parameter is in exactly one file. A folder is made under a name that starts with a dot, and renamed once all files
+and the manifest are on disk: what is visible is whole. Loading executes no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint: its size, its checksum, and the shape of every tensor in it."""
+
+    name: str
+    bytes: int
+    sha256: str
+    tensors: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. All of it is global: no part depends on the layout."""
+
+    step: int  # steps done, skipped ones included
+    commits: int  # optimizer updates among them
+    samples: int  # the cursor: number of the next sample
+    tokens: int  # valid tokens trained on
+
+
+@dataclass(frozen=True)
+class Manifest:
+    version: int
+    progress: Progress
+    config: dict[str, Any]  # resolved
+    units: list[int]
+    data: dict[str, Any]  # what the text was, so that another one is noticed
+    files: dict[str, FileEntry]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter, by full name."""
+        return {
+            name: tuple(shape)
+            for file in self.files.values()
+            if file.name.startswith("weights")
+            for name, shape in file.tensors.items()
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Raises ValueError, KeyError or TypeError if it is none, or one of a newer version."""
+        values = json.loads(text)
+        if values["version"] > VERSION:
+            raise ValueError(f"version {values['version']} is newer than {VERSION}, which this program reads")
+        files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
+        return cls(progress=Progress(**values.pop("progress")), files=files, **values)
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(partial: Path, final: Path, manifest: Manifest) -> None:
+    """Write the manifest beside the files in ``partial`` and make the whole visible as ``final``."""
+    path = partial / NAME
+    path.write_text(manifest.to_json(), encoding="utf-8")
+    sync(path)
+    sync(partial)
+    partial.rename(final)
+    sync(final.parent)
+
+
+def entries(parts: Iterable[Iterable[FileEntry]]) -> dict[str, FileEntry]:
+    """The files of all members. Raises ValueError if a parameter is in two of them."""
+    files = {entry.name: entry for part in parts for entry in part}
+    names = [name for entry in files.values() for name in entry.tensors]
+    if len(set(names)) != len(names):
+        raise ValueError(f"saved twice: {sorted({name for name in names if names.count(name) > 1})}")
+    return files

@@ -1,0 +1,75 @@
+"""The member's side of a save: copies at a committed step, then files, off the critical path.
+
+The copy is what the main thread pays. A thread of its own puts parameters together from the shards, over a process
+group of its own (on the training group, background traffic crashed or hung), and writes them. Each parameter is put
+together at one member of its stage, so that the files of a stage are written by its members side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from zeropp_ray.checkpoint.manifest import FileEntry, sha256_of, sync
+from zeropp_ray.comm.base import Group
+from zeropp_ray.layout import Member
+
+
+@dataclass(frozen=True)
+class ParameterCopy:
+    """What one member held of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: dict[str, torch.Tensor]  # copies of the local piece, flat: "weights", and the moments if it is trained
+    ranges: list[tuple[int, int]]  # the elements that each member of the stage holds
+
+
+def write(copies: Sequence[ParameterCopy], group: Group, me: Member, folder: Path) -> list[FileEntry]:
+    """Put this member's share of the parameters together and write it. All members of the stage call it; replicas
+    beyond the first do not.
+
+    Raises OSError if the disk is full or cannot be written, PeerLost if another member of the stage is gone.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    optimizer: dict[str, torch.Tensor] = {}
+    load = [0] * group.size
+    tag = 0
+    for copy in copies:
+        owner = load.index(min(load))
+        load[owner] += math.prod(copy.shape)
+        for kind, piece in copy.pieces.items():
+            tag += 1
+            whole = _assemble(copy, piece, owner, group, tag)
+            if whole is not None:
+                named, name = (weights, copy.name) if kind == "weights" else (optimizer, f"{kind}.{copy.name}")
+                named[name] = whole.view(copy.shape)
+    written = []
+    for prefix, tensors in (("weights", weights), ("optimizer", optimizer)):
+        if tensors:
+            path = folder / f"{prefix}-{me.p:03d}-{me.f:03d}.safetensors"
+            save_file(tensors, path, metadata={"format": "pt"})
+            sync(path)
+            shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+            written.append(FileEntry(path.name, path.stat().st_size, sha256_of(path), shapes))
+    return written
+
+
+def _assemble(copy: ParameterCopy, mine: torch.Tensor, owner: int, group: Group, tag: int) -> torch.Tensor | None:
+    """The whole of a parameter (flat) at ``owner``, from the pieces of all; None elsewhere."""
+    if group.rank != owner:
+        if mine.numel():
+            group.send(mine, owner, tag).wait()
+        return None
+    whole = torch.empty(math.prod(copy.shape), dtype=mine.dtype)
+    for rank, (low, high) in enumerate(copy.ranges):
+        if rank == owner:
+            whole[low:high] = mine
+        elif low < high:
+            group.receive(whole[low:high], rank, tag).wait()
+    return whole
