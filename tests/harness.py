@@ -10,11 +10,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zeropp_ray.checkpoint.manifest import VERSION, FileEntry, Manifest, Progress, entries, folder_name, publish
+from zeropp_ray.checkpoint.reader import CHECKPOINTS, open_checkpoint
 from zeropp_ray.comm.gloo import Rendezvous, connect
 from zeropp_ray.config import RunConfig
 from zeropp_ray.layout import Member
@@ -108,6 +111,14 @@ def weights(member: StageMember) -> list[tuple[str, int, torch.Tensor]]:
     return [(name, start, piece.clone()) for name, start, piece in member.named_shards("weights")]
 
 
+def save(member: StageMember, folder: Path) -> list[FileEntry]:
+    return member.save(member.copies(), folder)
+
+
+def load(member: StageMember, folder: Path) -> None:
+    member.load(open_checkpoint(folder))
+
+
 @dataclass
 class Run:
     """The members of a layout, called together."""
@@ -127,6 +138,15 @@ class Run:
             if isinstance(answer, Exception):
                 raise answer
         return answers
+
+    def save(self, run: Path, step: int, commits: int) -> Path:
+        """A checkpoint of what is committed, as the driver makes one."""
+        partial, final = run / CHECKPOINTS / ".partial", run / CHECKPOINTS / folder_name(step)
+        partial.mkdir(parents=True)
+        progress = Progress(step=step, commits=commits, samples=step * self.config.parallel.global_batch, tokens=0)
+        files = entries(self.call("save", partial))
+        publish(partial, final, Manifest(VERSION, progress, self.config.to_dict(), [], {}, files))
+        return final
 
     def whole(self, what: str) -> dict[str, torch.Tensor]:
         """``gradients`` or ``weights`` by full name, flat, put together from the shards of the first replica."""

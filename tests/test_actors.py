@@ -6,13 +6,7 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 
-import psutil
 import pytest
 
 from actors.run import run_training
@@ -74,79 +68,6 @@ def assert_summary(config: RunConfig, summary: dict, losses: list[float], lines:
     assert traffic["sent_bytes"] == traffic["received_bytes"]
     kinds = ("gathered_bytes", "reduced_bytes", "replica_reduced_bytes", "sent_bytes")
     assert summary["bytes"] == sum(traffic[kind] for kind in kinds)
-
-
-class CommandRun:
-    """``zeropp train`` in a process group of its own, with a HOME of its own."""
-
-    def __init__(self, folder: Path, *settings: str) -> None:
-        self.folder = folder / "runs" / "victim"
-        home = folder / "home"
-        home.mkdir()
-        arguments = [x for setting in settings for x in ("--set", setting)]
-        self.scratch_before = _scratch()
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "jobs.cli",
-                "train",
-                "--name",
-                "victim",
-                "--set",
-                f"run.dir={folder}/runs",
-                *arguments,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "HOME": str(home)},
-            start_new_session=True,
-        )
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and self.process.poll() is None:
-            metrics = self.folder / "metrics.jsonl"
-            if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"no step {step}: {self.process.communicate()[0]}")
-
-    def members(self) -> list[dict]:
-        return json.loads((self.folder / "members.json").read_text())
-
-    def tree(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def end(self, before: list[psutil.Process], within_s: float) -> tuple[int, str]:
-        """Exit code and output; asserts that it ended in time and left nothing behind."""
-        start = time.monotonic()
-        output = self.process.communicate(timeout=60)[0]
-        seconds = time.monotonic() - start
-        assert seconds <= within_s, f"took {seconds:.1f} s\n{output}"
-        assert not [p for p in before if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        assert _scratch() <= self.scratch_before
-        return self.process.returncode, output
-
-
-def _scratch() -> set[Path]:
-    """Temporary folders and shared memory that could be ours."""
-    return {*Path(tempfile.gettempdir()).glob("zeropp-*"), *Path("/dev/shm").iterdir()}
-
-
-@pytest.fixture
-def command(tmp_path):
-    started = []
-
-    def start(*settings: str) -> CommandRun:
-        started.append(CommandRun(tmp_path, *settings))
-        return started[-1]
-
-    yield start
-    for run in started:
-        if run.process.poll() is None:
-            os.killpg(run.process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victim", [0, -1], ids=["first", "last"])

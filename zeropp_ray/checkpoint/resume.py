@@ -27,7 +27,7 @@ def resumed(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
         for automatic in {"parallel.unit", "parallel.memory_limit"} - changed:  # were resolved for the old layout
             values["parallel"][automatic.partition(".")[2]] = 0
     config = overridden(values, overrides).resolved()
-    was = checkpoint.config
+    was = checkpoint.config.resolved()
     differs = _differences("model", was.model, config.model)
     differs += _differences("run", was.run, config.run, "seed")
     if config.parallel.global_batch != was.parallel.global_batch:

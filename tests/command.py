@@ -1,0 +1,67 @@
+"""``zeropp train`` as a process of its own, to be watched, hurt and asked what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+
+class CommandRun:
+    """``zeropp train`` in a process group of its own, with a HOME of its own."""
+
+    def __init__(self, folder: Path, *settings: str, resume: bool = False) -> None:
+        self.folder = folder / "runs" / "victim"
+        home = folder / "home"
+        home.mkdir(exist_ok=True)
+        arguments = (
+            ["--resume", str(self.folder)] if resume else ["--name", "victim", "--set", f"run.dir={folder}/runs"]
+        )
+        arguments += [x for setting in settings for x in ("--set", setting)]
+        self.temporary = Path(tempfile.mkdtemp(prefix="zt-"))  # short: sockets of Ray lie in it
+        self.shared_memory = set(Path("/dev/shm").iterdir())
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jobs.cli", "train", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "HOME": str(home), "TMPDIR": str(self.temporary)},
+            start_new_session=True,
+        )
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.process.poll() is None:
+            metrics = self.folder / "metrics.jsonl"
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"no step {step}: {self.process.communicate()[0]}")
+
+    def members(self) -> list[dict]:
+        return json.loads((self.folder / "members.json").read_text())
+
+    def tree(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def forget(self) -> None:
+        """Remove what may be left: Ray's logs, and after a kill of everything the run's scratch folder."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def end(self, before: list[psutil.Process], within_s: float) -> tuple[int, str]:
+        """Exit code and output; asserts that it ended in time and left nothing behind."""
+        start = time.monotonic()
+        output = self.process.communicate(timeout=60)[0]
+        seconds = time.monotonic() - start
+        assert seconds <= within_s, f"took {seconds:.1f} s\n{output}"
+        assert not [p for p in before if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert not list(self.temporary.glob("zeropp-*"))
+        assert set(Path("/dev/shm").iterdir()) <= self.shared_memory
+        return self.process.returncode, output
