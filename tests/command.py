@@ -45,6 +45,13 @@ class CommandRun:
             time.sleep(0.05)
         raise AssertionError(f"no step {step}: {self.process.communicate()[0]}")
 
+    def wait_for_checkpoint(self) -> None:
+        deadline = time.monotonic() + 120
+        while not list((self.folder / "checkpoints").glob("step-*")):
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     def members(self) -> list[dict]:
         return json.loads((self.folder / "members.json").read_text())
 
@@ -58,7 +65,7 @@ class CommandRun:
     def end(self, before: list[psutil.Process], within_s: float) -> tuple[int, str]:
         """Exit code and output; asserts that it ended in time and left nothing behind."""
         start = time.monotonic()
-        output = self.process.communicate(timeout=60)[0]
+        output = self.process.communicate(timeout=within_s + 60)[0]
         seconds = time.monotonic() - start
         assert seconds <= within_s, f"took {seconds:.1f} s\n{output}"
         assert not [p for p in before if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

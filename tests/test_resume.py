@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.command import CommandRun
@@ -59,6 +62,27 @@ def kill_all(run: CommandRun) -> None:
         os.kill(process.pid, signal.SIGKILL)
     run.process.communicate(timeout=30)
     run.forget()
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint_and_the_run_going(command):
+    """A member that may write no more than a page is a member with a full disk, until it may again."""
+    settings = ["parallel.shards=1", "parallel.microbatches=8", "train.steps=100000", "checkpoint.every_steps=2"]
+    run = command(*SMALL, *settings)
+    run.wait_for_checkpoint()
+    process = psutil.Process(run.members()[1]["pid"])
+    limits = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (4096, limits[1]))
+    time.sleep(3)  # some saves fail
+    good = find(run.folder).step
+    failed = max(losses(run.folder))
+    process.rlimit(psutil.RLIMIT_FSIZE, limits)
+    run.wait_for_step(failed + 8)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.end([], within_s=20)
+    assert code == 75, output
+    assert re.search(r"checkpoint of step \d+ failed: .*File too large.*; the run goes on without it", output)
+    assert good < failed < find(run.folder).step
+    assert not list((run.folder / "checkpoints").glob(".*"))
 
 
 @pytest.mark.parametrize(
