@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -24,12 +24,15 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from actors.checkpoints import Checkpoints
 from actors.failure import collect
 from actors.folder import RunFolder
-from actors.progress import Position, read_progress
+from actors.progress import STARTING, Position, read_progress
 from actors.stage_group import MemberHandle, StageGroup
 from zeropp_ray.checkpoint.manifest import Progress, folder_name
 from zeropp_ray.checkpoint.reader import CHECKPOINTS
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ZeroppError
+
+if TYPE_CHECKING:
+    from zeropp_ray.evaluation import Loss
 
 Event = dict[str, Any]
 
@@ -56,7 +59,16 @@ class RunDriver:
                 yield from _in_batches(run.train())
             yield [run.outcome]
         except ZeroppError as error:
-            yield [{"kind": "failed", "error": str(error)}]
+            yield [{"kind": "failed", "error": str(error), "trace": getattr(error, "trace", "")}]
+
+    def evaluate(self, config: dict[str, Any], plan: Any, folder: RunFolder, rounds: int) -> Any:
+        """The loss of the checkpoint ``folder.resume`` on ``folder.text``, summed over all members.
+
+        ``rounds``: how many steps' worth of text that is.
+        """
+        run = Run(RunConfig.from_dict(config), plan, folder)
+        with run.members():
+            return run.evaluate(rounds)
 
 
 def _in_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
@@ -78,6 +90,8 @@ class Run:
         self._config, self._plan, self._folder, self._data = config, plan, folder, data or {}
         self.outcome: Event = {}
         self._stages: list[StageGroup] = []
+        self._all: list[MemberHandle] = []
+        self._store: Any = None  # the rendezvous of the epoch at hand
         self._epoch = 0
         self._evaluating = False
 
@@ -118,10 +132,7 @@ class Run:
         members = [{"stage": m.me.p, "shard": m.me.f, "replica": m.me.r, **asdict(m.identity)} for m in self._all]  # type: ignore[arg-type]
         (folder.path / "members.json").write_text(json.dumps(members, indent=1) + "\n", encoding="utf-8")
         calls = [
-            member.actor.build.remote(
-                self._config.to_dict(), self._plan, self._progress_path(member), folder.start_directory
-            )
-            for member in self._all
+            member.actor.build.remote(self._config.to_dict(), self._plan, folder, self._data) for member in self._all
         ]
         self._collect(calls, timeout_s=START_S)
         self._join()
@@ -143,12 +154,12 @@ class Run:
             stage.kill()
         remove_placement_group(group)
         here = ray.util.get_node_ip_address()
-        pids = [m.identity.pid for m in self._all if m.identity and m.identity.host == here] if self._stages else []
+        pids = [m.identity.pid for m in self._all if m.identity and m.identity.host == here]
         deadline = time.monotonic() + GONE_S
         while any(map(_running, pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
         shutil.rmtree(self._folder.scratch, ignore_errors=True)
-        del self._store
+        self._store = None
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -159,14 +170,11 @@ class Run:
         program = self._plan.evaluation if self._evaluating else self._plan.program
         return collect(self._all, calls, timeout_s=timeout_s, where=self._where, programs=program.ranks)
 
-    def _progress_path(self, member: MemberHandle) -> Path:
-        return self._folder.scratch / "member-{}-{}-{}".format(*member.me)
-
     def _where(self, member: MemberHandle) -> Position | None:
         """Where a member is, or was: read here, or by another member of its node."""
-        path, identity = self._progress_path(member), member.identity
+        path, identity = self._folder.progress_of(member.me), member.identity
         if identity is None or identity.host == ray.util.get_node_ip_address():
-            return read_progress(path)
+            return read_progress(path) or STARTING
         for other in self._all:
             if other is not member and other.identity and other.identity.node_id == identity.node_id:
                 try:
@@ -207,7 +215,7 @@ class Run:
             if save:
                 yield from checkpoints.begin(progress, self._saving_call)
             if evaluate:
-                validation = self._evaluate()
+                validation = self._evaluate().per_token
                 yield record.evaluated(step, validation)
         self._call("flush", decision, timeout_s=limit)
         yield from checkpoints.poll(wait=True)
@@ -225,6 +233,8 @@ class Run:
         from zeropp_ray.checkpoint.reader import open_checkpoint
 
         if self._folder.resume is None:
+            if self._config.model.init_from:
+                self._call("adopt", timeout_s=self._config.resources.step_timeout_s)
             return Progress(step=0, commits=0, samples=0, tokens=0)
         self._call("restore", self._folder.resume, timeout_s=START_S)
         return open_checkpoint(self._folder.resume).manifest.progress
@@ -246,22 +256,21 @@ class Run:
     def _learning_rate(self, step: int) -> float:
         from zeropp_ray.optim import learning_rate
 
-        train = self._config.train
-        return learning_rate(
-            step,
-            steps=train.steps,
-            lr=train.lr,
-            warmup_steps=train.warmup_steps,
-            min_lr_ratio=train.min_lr_ratio,
-        )
+        return learning_rate(step, self._config.train)
 
-    def _evaluate(self) -> float:
-        """Validation loss in nats per token: summed over all members, then divided."""
+    def evaluate(self, rounds: int) -> Loss:
+        """Of the checkpoint that the run begins with; nothing is trained or written."""
+        self._call("load_weights", self._folder.resume, timeout_s=self._config.resources.step_timeout_s)
+        return self._evaluate(rounds)
+
+    def _evaluate(self, rounds: int = 1) -> Loss:
+        """On the held-out text, summed over all members; a round may take as long as a step."""
+        from zeropp_ray.evaluation import Loss
+
         self._evaluating = True
-        sums = self._call("evaluate", timeout_s=self._config.resources.step_timeout_s)
+        sums = self._call("evaluate", timeout_s=rounds * self._config.resources.step_timeout_s)
         self._evaluating = False
-        tokens = sum(tokens for _, tokens in sums)
-        return sum(loss for loss, _ in sums) / tokens if tokens else math.nan
+        return Loss(sum(loss for loss, _ in sums), sum(tokens for _, tokens in sums))
 
 
 class Record:

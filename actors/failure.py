@@ -74,8 +74,23 @@ def diagnose(
     failed = [error for error in failures.values() if error is not None]
     own = [error for error in failed if not (isinstance(error, MemberError) and error.peer_lost)]
     first = (own or failed)[0]
-    text = str(first) if isinstance(first, ZeroppError) else f"{type(first).__name__}: {first}"
-    return type(first)(text) if isinstance(first, ZeroppError) else ZeroppError(text)
+    if isinstance(first, ZeroppError):
+        return first
+    member = next(member for member in members if failures.get(member.me) is first)
+    text = " ".join(f"{type(first).__name__}: {first}".split())
+    return MemberError(f"{member} failed in {describe(member, where(member), programs)}: {text}", trace=_trace(calls))
+
+
+def _trace(calls: list[Any]) -> str:
+    """The traceback that came with the first failed call, as Ray prints it."""
+    for call in calls:
+        try:
+            ray.get(call, timeout=0)
+        except RayTaskError as error:
+            return str(error)
+        except (RayActorError, GetTimeoutError):
+            continue
+    return ""
 
 
 def _failure(call: Any) -> BaseException | None:

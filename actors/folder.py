@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeropp_ray.evaluation import Request
+from zeropp_ray.layout import Member
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -17,6 +20,11 @@ class RunFolder:
     scratch: Path
     start_directory: str
     resume: Path | None = None  # the checkpoint to go on from
+    text: Request | None = None  # evaluate on this, and do not train
+
+    def progress_of(self, member: Member) -> Path:
+        """The file in which a member notes where it is."""
+        return self.scratch / "member-{}-{}-{}".format(*member)
 
     @property
     def stop(self) -> Path:

@@ -27,6 +27,9 @@ class Position(NamedTuple):
     clock: float
 
 
+STARTING = Position(0, 0, 0.0)
+
+
 class ProgressFile:
     """The writing end, held by the member."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from actors.folder import RunFolder
 from actors.progress import Position, ProgressFile, read_progress
 from zeropp_ray.layout import Member
 
@@ -38,21 +39,39 @@ class StageWorker:
     def identify(self) -> Identity:
         return Identity(os.getpid(), ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
 
-    def build(self, config: dict[str, Any], plan: Any, progress: Path, start_directory: str) -> None:
-        """Make the member: its chunks, data and progress file."""
+    def build(self, config: dict[str, Any], plan: Any, folder: RunFolder, identity: dict[str, Any]) -> None:
+        """Make the member: its chunks, data and progress file.
+
+        ``identity``: what the text was at the start of the run. ConfigError if it is another one here.
+        """
+        start_directory, text = folder.start_directory, folder.text
         if start_directory not in sys.path:
             sys.path.append(start_directory)  # behind everything: a user's folder must not hide an installed package
         import torch
 
+        from zeropp_ray.checkpoint.resume import identity_of
         from zeropp_ray.config import RunConfig
         from zeropp_ray.data.corpus import load_corpus
         from zeropp_ray.data.sampler import Batches
-        from zeropp_ray.member import StageMember
+        from zeropp_ray.errors import ConfigError
+        from zeropp_ray.evaluation import MemberWindows
+        from zeropp_ray.member import MemberData, StageMember
 
         run = RunConfig.from_dict(config)
         torch.set_num_threads(max(1, int(run.resources.cpus)))
-        self._progress = ProgressFile(progress)
-        data = Batches(run, load_corpus(run), self._me.f, self._me.r)
+        self._progress = ProgressFile(folder.progress_of(self._me))
+        _, f, r = self._me
+        data: MemberData
+        if text is None:
+            corpus = load_corpus(run)
+            if identity_of(corpus.train, corpus.validation) != identity:
+                here = self.identify().host
+                raise ConfigError(
+                    f"data.path = {run.data.path!r}: the text on {here} is not the one of the run's start"
+                )
+            data = Batches(run, corpus, f, r)
+        else:
+            data = MemberWindows(text.windows(run)[0], run, f, r)
         self._member = StageMember(run, plan, self._me, data)
 
     def join(self, rendezvous: Any, layout: Any) -> None:
@@ -75,6 +94,20 @@ class StageWorker:
 
     def report(self) -> Any:
         return self._member.report()
+
+    def adopt(self) -> None:
+        """Begin with the weights of the folder that ``model.init_from`` names."""
+        from zeropp_ray.models.hf import initial_weights
+
+        weights = initial_weights(self._member.config)
+        assert weights is not None
+        self._member.set_weights(weights.__getitem__)
+
+    def load_weights(self, path: Path) -> None:
+        """Take the weights of the checkpoint in ``path``, without the optimizer: for an evaluation."""
+        from zeropp_ray.checkpoint.reader import open_checkpoint
+
+        self._member.set_weights(open_checkpoint(path).tensor)
 
     def restore(self, path: Path) -> None:
         """Continue from the checkpoint in ``path``."""

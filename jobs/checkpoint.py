@@ -66,7 +66,10 @@ def verify(where: Path) -> None:
 @click.argument("where", type=click.Path(path_type=Path))
 @click.option("--state", is_flag=True, help="Take in the optimizer, the step and the cursor too.")
 def digest(where: Path, state: bool) -> None:
-    """Print one number for all weights of WHERE, a checkpoint or the newest of a run: equal if these are, bit by bit."""
+    """Print one number for all weights of WHERE, a checkpoint or the newest of a run.
+
+    Equal numbers mean equal weights, bit for bit.
+    """
     from zeropp_ray.checkpoint.reader import find
 
     click.echo(find(where).digest(state=state))

@@ -8,6 +8,10 @@ import click
 
 from jobs.checkpoint import checkpoint
 from jobs.config import config
+from jobs.data import data
+from jobs.evaluate import evaluate
+from jobs.export import export
+from jobs.sample import sample
 from jobs.schedule import schedule
 from jobs.train import train
 from zeropp_ray import __version__
@@ -34,14 +38,15 @@ def zeropp() -> None:
     \b
     Start here:
       zeropp train              train a small model on this machine
-      zeropp config             every setting of a run, and what it means
+      zeropp config init        a file with every setting of a run, and what it means
+      zeropp data prepare       make text of your own into tokens, once
       zeropp schedule --help    look at a schedule before you use it
 
     Exit code: 0 done, 1 failed, 2 wrong usage or configuration.
     """
 
 
-for command in (train, config, schedule, checkpoint):
+for command in (train, data, config, schedule, checkpoint, sample, evaluate, export):
     zeropp.add_command(command)
 
 

@@ -18,7 +18,7 @@ def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
     parallel, chunks, memory = config.parallel, plan["chunks"], plan["predicted_memory"]
     micro_batches = f"{parallel.microbatches} micro-batches of {parallel.microbatch_size}"
     parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in memory.items())
-    return _aligned(
+    return aligned(
         ("model", f"{plan['model']}, {short(plan['parameters'])} parameters"),
         ("layers", f"{sum(chunks)} in {len(chunks)} chunks of {_counts(chunks)}"),
         ("layout", f"{plan['layout']}; {parallel.members} members"),
@@ -27,6 +27,7 @@ def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
         ("memory", f"{size(sum(memory.values()))} per member: {parts}"),
         ("bubble", f"{plan['bubble']:.1%}, with at most {plan['limit']:g} live micro-batches"),
         ("moves", f"{plan['gathers']} gathers and {plan['reduces']} reduces a step and member"),
+        ("run", _length(config, plan["tokens_per_step"])),
         ("data", source),
         *([("built", f"whole by every member, {plan['built_whole']}")] if plan["built_whole"] else []),
     )
@@ -76,7 +77,7 @@ class Reporter:
         seconds = self._clock() - self._begin
         self.line(
             "\n"
-            + _aligned(
+            + aligned(
                 ("done", f"{summary['steps']} steps, {summary['tokens']:,} tokens in {duration(seconds)}"),
                 ("speed", f"{short(summary['tokens_per_s'])} tok/s"),
                 (
@@ -118,6 +119,19 @@ class Reporter:
             self.line(text)
 
 
+def _length(config: RunConfig, tokens_per_step: int) -> str:
+    """How long the run is, and its learning rate."""
+    train = config.train
+    text = f"{train.steps:,} steps, {train.steps * tokens_per_step:,} tokens; "
+    text += f"learning rate {train.lr:g}, {train.schedule}"
+    if train.warmup_steps:
+        text += f" after {train.warmup_steps:,} steps of warm-up"
+    if train.schedule == "constant":
+        return text
+    over = f" over the last {train.decay:,}" if train.schedule == "wsd" else ""
+    return f"{text}, down to {train.lr * train.min_lr_ratio:g}{over}"
+
+
 def short(value: float) -> str:
     """A count in three digits: 870000 -> ``870k``."""
     prefix = 0
@@ -154,7 +168,7 @@ def _counts(values: list[int]) -> str:
     return " ".join(map(str, values)) if len(values) <= 16 else f"{different[0]} to {different[-1]}"
 
 
-def _aligned(*rows: tuple[str, str]) -> str:
+def aligned(*rows: tuple[str, str]) -> str:
     width = max(len(label) for label, _ in rows)
     lines = []
     for label, text in rows:

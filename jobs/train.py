@@ -35,13 +35,23 @@ LOCK = ".lock"
 @click.option(
     "--resume", metavar="RUN", help="Go on from the newest good checkpoint of a run: its folder, or its name."
 )
-@click.option("--address", metavar="ADDRESS", help="Join the Ray cluster at HOST:PORT, or 'auto'; else start one here.")
+@click.option(
+    "--init-from", metavar="DIR", help="Start from the model in a Hugging Face folder: its weights, and its sizes."
+)
+@click.option(
+    "--address",
+    metavar="ADDRESS",
+    envvar="RAY_ADDRESS",
+    show_envvar=True,
+    help="Join the Ray cluster at HOST:PORT, or 'auto'; else start one here.",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, show the table of the plan, and stop.")
 def train(
     file: Path | None,
     overrides: tuple[str, ...],
     name: str | None,
     resume: str | None,
+    init_from: str | None,
     address: str | None,
     dry_run: bool,
 ) -> None:
@@ -57,6 +67,7 @@ def train(
       zeropp train --set data.path=book.txt --set train.steps=500
       zeropp train --set parallel.stages=4 --set parallel.chunks=1 --set parallel.shards=1
       zeropp train --set model.factory=mymodel:build --dry-run
+      zeropp train --init-from downloads/gpt2 --set data.path=stores/mine
       zeropp train --resume first
       zeropp train --resume runs/first --set train.steps=1000 --set parallel.stages=1
 
@@ -76,16 +87,19 @@ def train(
     # Ray's workers look first in the folder that the run was started in.
     check_not_shadowed([str(Path.cwd()), *sys.path], "zeropp_ray", "actors")
     if resume is not None:
-        checkpoint, config, folder = _resumed(resume, file, name, overrides)
+        checkpoint, config, folder = _resumed(resume, file, name, init_from, overrides)
     else:
         overrides = overrides if name is None else (*overrides, f"run.name={name}")
+        overrides = overrides if init_from is None else (*overrides, f"model.init_from={init_from}")
         checkpoint, config = None, _completed(load_config(file, overrides))
         folder = Path(config.run.dir).expanduser() / config.run.name
 
     from zeropp_ray.data.corpus import load_corpus
+    from zeropp_ray.data.text import keep_tokenizer
 
     corpus = load_corpus(config)
-    source = f"{corpus.source}: {len(corpus.train):,} bytes, and {len(corpus.validation):,} held out"
+    source = corpus.label
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=corpus.tokenizer))
     if dry_run:
         from zeropp_ray.planner.plan import make_plan
 
@@ -96,6 +110,7 @@ def train(
     try:
         with only_one(folder):
             (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+            keep_tokenizer(config, folder)
             _run(config, address, folder, source, checkpoint)
     except ConfigError:
         if checkpoint is None:
@@ -104,14 +119,17 @@ def train(
 
 
 def _resumed(
-    resume: str, file: Path | None, name: str | None, overrides: tuple[str, ...]
+    resume: str, file: Path | None, name: str | None, init_from: str | None, overrides: tuple[str, ...]
 ) -> tuple[Checkpoint, RunConfig, Path]:
     """The checkpoint to go on from, the configuration to go on with, and the run's folder."""
     from zeropp_ray.checkpoint.reader import find
     from zeropp_ray.checkpoint.resume import resumed
 
-    if file is not None or name is not None:
-        raise ConfigError("--resume takes its settings from the checkpoint; leave out FILE and --name, and use --set")
+    if (file, name, init_from) != (None, None, None):
+        raise ConfigError(
+            "--resume takes its settings and weights from the checkpoint; leave out FILE, --name and --init-from, and "
+            "use --set"
+        )
     checkpoint = find(resume, lambda text: click.echo(f"warning: {text}", err=True))
     folder = checkpoint.path.parent.parent
     config = resumed(checkpoint, overrides)
@@ -171,6 +189,9 @@ def _run(config: RunConfig, address: str | None, folder: Path, source: str, chec
         except (ConfigError, Stopped):
             raise
         except (KeyboardInterrupt, SystemExit):  # Ray turns SIGTERM into the second
+            if checkpoint is None and not (folder / "metrics.jsonl").exists():
+                shutil.rmtree(folder)
+                raise ZeroppError("stopped before the first step; nothing is left of the run") from None
             raise ZeroppError(f"stopped before the end; the steps so far are in {folder / 'metrics.jsonl'}") from None
         except ZeroppError:
             traceback.print_exc()  # into the log

@@ -45,6 +45,13 @@ class CommandRun:
             time.sleep(0.05)
         raise AssertionError(f"no step {step}: {self.process.communicate()[0]}")
 
+    def wait_for(self, path: Path) -> None:
+        deadline = time.monotonic() + 120
+        while not path.exists():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     def wait_for_checkpoint(self) -> None:
         deadline = time.monotonic() + 120
         while not list((self.folder / "checkpoints").glob("step-*")):

@@ -22,6 +22,7 @@ from zeropp_ray.comm.gloo import Rendezvous, connect
 from zeropp_ray.config import RunConfig
 from zeropp_ray.layout import Member
 from zeropp_ray.member import StageMember
+from zeropp_ray.models.hf import initial_weights
 from zeropp_ray.planner.plan import Plan, make_plan
 from zeropp_ray.vote import Decision, Vote, decide
 
@@ -117,6 +118,24 @@ def save(member: StageMember, folder: Path) -> list[FileEntry]:
 
 def load(member: StageMember, folder: Path) -> None:
     member.load(open_checkpoint(folder))
+
+
+def shared(member: StageMember) -> list[tuple[str, int, torch.Tensor]]:
+    """The member's pieces of weights and moments that chunks share, whoever answers for them."""
+    found = []
+    for flat in member.engine.sets:
+        for slot in flat.slots if flat.shared else []:
+            pieces = {"weights": flat.shard[flat.place(slot)], **member._optimizer.moments(flat, slot)}
+            found += [
+                (f"{what} {slot.name}", flat.piece(slot, member.me.f)[0], p.clone()) for what, p in pieces.items()
+            ]
+    return found
+
+
+def start_from_the_folder(member: StageMember) -> None:
+    weights = initial_weights(member.config)
+    assert weights is not None
+    member.set_weights(weights.__getitem__)
 
 
 @dataclass

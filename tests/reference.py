@@ -28,12 +28,15 @@ class Reference:
 
 
 def build(factory: Callable[[], Any], seed: int, *, whole: bool = False) -> Any:
-    """The model with its starting weights: each module under a seed from its name, or `whole` under the run's seed."""
+    """The model with its starting weights: each module under a seed from its name, or `whole` under the run's seed.
+
+    Where modules share a parameter, the first of them has the last word.
+    """
     if whole:
         torch.manual_seed(seed)
         return factory()
     model = factory()
-    for name, module in model.named_modules():
+    for name, module in reversed(list(model.named_modules())):
         if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
@@ -67,8 +70,9 @@ def train(
     """Train on `batches[step]`, one micro-batch at a time. `clip = 0` does not clip."""
     model = build(factory, seed, whole=whole).to(dtype)
     parameters = dict(model.named_parameters())
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
+    trained = [p for p in parameters.values() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
     losses: list[float] = []
@@ -90,9 +94,9 @@ def train(
             (loss / tokens).backward()
             total += loss.item()
         losses.append(total / tokens)
-        gradients = gradients or {name: p.grad.clone() for name, p in parameters.items()}
+        gradients = gradients or {name: p.grad.clone() for name, p in parameters.items() if p.requires_grad}
         if clip:
-            torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
+            torch.nn.utils.clip_grad_norm_(trained, clip)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, len(batches), lr, warmup, min_ratio)
         optimizer.step()

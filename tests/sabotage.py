@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from zeropp_ray.engine import Engine
 from zeropp_ray.layout import Member
-from zeropp_ray.sharding import FlatChunk
+from zeropp_ray.sharding import FlatParameters
 from zeropp_ray.split_backward import WeightQueue
 
 
@@ -11,36 +12,49 @@ def drop_one_w(me: Member) -> None:
     """The weight gradients of micro-batch 1 of the last stage are taken from the queue and forgotten."""
     run = WeightQueue.run
 
-    def forgetful(self, microbatch, gradients):
-        if me.p == 1 and microbatch == 1:
-            self._items.pop(microbatch)
+    def forgetful(self, key, gradients):
+        if me.p == 1 and key[1] == 1:
+            self._items.pop(key)
         else:
-            run(self, microbatch, gradients)
+            run(self, key, gradients)
 
     WeightQueue.run = forgetful
 
 
 def drop_a_norm_gradient(me: Member) -> None:
     """One norm's gradient, made by B, does not reach the reduce."""
-    reduce = FlatChunk.reduce
+    reduce = FlatParameters.reduce
 
-    def forgetful(self, buffers, *, last):
+    def forgetful(self, *, last):
         if last:
             slot = next((s for s in self.slots if "norm" in s.name), None)
             if slot is not None:
                 slot.parameter.grad.zero_()
-        return reduce(self, buffers, last=last)
+        return reduce(self, last=last)
 
-    FlatChunk.reduce = forgetful
+    FlatParameters.reduce = forgetful
 
 
 def reduce_twice(me: Member) -> None:
     """A unit's gradients are added to the reduced shard a second time."""
-    reduce = FlatChunk.reduce
+    reduce = FlatParameters.reduce
 
-    def twice(self, buffers, *, last):
+    def twice(self, *, last):
         if me.p == 0 and self.slots[0].name.startswith("embed"):
             self._stage.reduce_scatter(self._buffer.clone(), self.gradient).wait()
-        return reduce(self, buffers, last=last)
+        return reduce(self, last=last)
 
-    FlatChunk.reduce = twice
+    FlatParameters.reduce = twice
+
+
+def tied_on_one_side(side: int, me: Member) -> None:
+    """Stage ``side`` does not count what the others add to the gradient of a shared parameter."""
+    exchange = Engine._exchange_shared
+
+    def deaf(self):
+        mine = {flat: flat.gradient.clone() for flat in self.sets}
+        exchange(self)
+        for flat, gradient in mine.items() if me.p == side else ():
+            flat.gradient.copy_(gradient)
+
+    Engine._exchange_shared = deaf

@@ -85,6 +85,17 @@ def test_a_killed_member_ends_the_run_with_its_name(command, victim):
     assert " (instruction " in cause
 
 
+def test_a_member_killed_while_it_starts(command):
+    run = command("parallel.microbatch_size=1")
+    run.wait_for(run.folder / "members.json")
+    member, tree = run.members()[2], run.tree()
+    os.kill(member["pid"], signal.SIGKILL)
+    code, output = run.end(tree, within_s=8)
+    assert code == 1
+    assert f"process {member['pid']} on" in output.splitlines()[-1]
+    assert " died in its start, before the first step" in output.splitlines()[-1]
+
+
 def test_a_killed_driver_ends_the_run(command):
     run = command("train.steps=100000", "parallel.microbatch_size=1", "parallel.shards=1")
     run.wait_for_step(2)
@@ -106,11 +117,17 @@ def test_an_interrupted_run_leaves_nothing(command):
     assert output.splitlines()[-1].startswith("error: stopped before the end")
 
 
-def test_an_error_in_the_model_names_member_and_instruction(tmp_path):
+def test_an_error_in_the_model_names_member_and_instruction(tmp_path, capfd):
     model = {"factory": "tests.user_models:fails_when_trained", "seq_len": 16, "args": {"depth": 2}, "layers": 4}
     config = configuration(2, 1, 1, 1, model=model)
     with pytest.raises(ZeroppError, match=r"stage 1 shard 0 replica 0 failed in 0F0 .*the block is tired"):
         run_training(config, address=None, run_dir=tmp_path, on_event=lambda event: None)
+    assert 'raise RuntimeError("the block is tired")' in capfd.readouterr().err  # the user's line, in the log
+
+
+def test_a_cluster_that_does_not_answer(tmp_path):
+    with pytest.raises(ConfigError, match=r"--address 127\.0\.0\.1:1: nothing answers there"):
+        run_training(configuration(1, 1, 1, 1), address="127.0.0.1:1", run_dir=tmp_path, on_event=lambda event: None)
 
 
 def test_more_members_than_a_joined_cluster_holds(tmp_path):

@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from jobs.cli import zeropp
 from tests import harness
+from tests.saved import saved_run
 from tests.test_parity import configuration, samples_of
 from zeropp_ray.checkpoint.manifest import NAME
 from zeropp_ray.checkpoint.reader import find, latest, load_model, open_checkpoint
 from zeropp_ray.checkpoint.resume import check_same_parameters, resumed
+from zeropp_ray.config import load_config
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.models import resolve_factory
 from zeropp_ray.vote import decide
@@ -161,6 +163,14 @@ def test_resume_refuses_another_run(saved):
         resumed(checkpoint, [])
     config = resumed(checkpoint, ["train.steps=9", "parallel.stages=4", "parallel.chunks=1"])
     assert (config.parallel.stages, config.parallel.unit, config.train.steps) == (4, 4, 9)
+
+
+def test_with_a_budget_in_tokens_the_micro_batches_follow_the_new_layout(tmp_path):
+    config = load_config(None, ["train.tokens_per_step=4096", "model.dim=16"])
+    saved_run(tmp_path, config)
+    changed = resumed(latest(tmp_path), ["parallel.shards=1"])
+    assert (config.parallel.microbatches, changed.parallel.microbatches) == (8, 16)
+    assert changed.parallel.global_batch == config.parallel.global_batch
 
 
 def test_a_changed_model_is_refused_with_what_differs(saved):

@@ -121,6 +121,31 @@ def test_config_prints_a_file_that_can_be_used(tmp_path: Path) -> None:
     assert load_config(file) == load_config(None, ["parallel.stages=1", "run.name=a"])
 
 
+def test_a_configuration_file_from_start_to_check(here: Path) -> None:
+    made = run("config", "init", "mine.toml")
+    assert (made.exit_code, made.output.count("\n")) == (0, 1)
+    assert load_config(here / "mine.toml") == RunConfig()
+    assert "is there already; choose another name" in refused(run("config", "init", "mine.toml"))
+    assert "cannot be written" in refused(run("config", "init", "none/mine.toml"))
+    assert run("config", "mine.toml").output == run("config", "show").output == run("config").output
+    shown = run("config", "check", "mine.toml", "--set", "train.tokens_per_step=0", "--set", "train.schedule=wsd")
+    assert shown.exit_code == 0, shown.output
+    for text in (
+        "2 stages x 2 shards",
+        "4 members",
+        "32 sequences, 4,096 tokens",
+        "in units of 4",
+        "per member: weights",
+        "200 steps, 819,200 tokens; learning rate 0.003, wsd after 20 steps of warm-up",
+        "over the last 20",
+        "bytes, and 23,3",
+        "This configuration can run.",
+    ):
+        assert text in " ".join(shown.output.split())
+    assert not (here / "runs").exists()
+    assert "use 4608 or 5120" in refused(run("config", "check", "mine.toml", "--set", "train.tokens_per_step=5000"))
+
+
 # --- bad input
 
 

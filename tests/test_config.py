@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zeropp_ray.config import SECTIONS, ModelSection, ParallelSection, RunConfig, load_config, tomllib
+from zeropp_ray.config import SECTIONS, ModelSection, ParallelSection, RunConfig, load_config, starter, tomllib
+from zeropp_ray.config_reference import reference
 from zeropp_ray.errors import ConfigError
 
 
@@ -44,6 +45,9 @@ def refusal(*overrides: str) -> str:
         ("train.lr=0", "train.lr = 0.0", "train.lr=3e-3"),
         ("train.lr=nan", "train.lr = nan", "train.lr=1"),
         ("train.beta2=1", "train.beta2 = 1.0", "train.beta2=0.9"),
+        ("train.schedule=cosin", "train.schedule = 'cosin'", "train.schedule=wsd"),
+        ("train.decay_steps=20", "train.decay_steps = 20", "train.schedule=wsd"),
+        ("train.tokens_per_step=5000", "train.tokens_per_step = 5000", "train.tokens_per_step=4608"),
         ("train.min_lr_ratio=2", "train.min_lr_ratio = 2.0", "train.min_lr_ratio=1"),
         ("train.dtype=float16", "train.dtype = 'float16'", "train.dtype=float64"),
         ("data.validation_fraction=1", "data.validation_fraction = 1.0", "data.validation_fraction=0.05"),
@@ -58,6 +62,62 @@ def test_a_value_that_cannot_run_is_refused_with_one_that_can(override: str, fie
     message = refusal(override)
     assert message.startswith(f"{field}: "), message
     load_config(None, [works])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "works"),
+    [
+        ((), ["train.tokens_per_step=4608", "train.tokens_per_step=5120"]),
+        (("parallel.stages=4",), ["train.tokens_per_step=4608", "train.tokens_per_step=5120"]),
+        (("parallel.replicas=3",), ["train.tokens_per_step=4608", "train.tokens_per_step=6144"]),
+        (("parallel.shards=7",), ["train.tokens_per_step=3584", "train.tokens_per_step=5376"]),
+        (("parallel.shards=9",), ["train.tokens_per_step=4608", "train.tokens_per_step=6912"]),
+        (("parallel.shards=16",), ["train.tokens_per_step=8192"]),  # N = 2 = P at least
+    ],
+)
+def test_a_budget_that_does_not_divide_names_the_nearest_that_do(overrides: tuple[str, ...], works: list[str]) -> None:
+    overrides = (*overrides, "model.layers=8")
+    message = refusal(*overrides, "train.tokens_per_step=5000")
+    assert message.startswith("train.tokens_per_step = 5000: a step takes a whole number of micro-batches of ")
+    assert message.endswith("; use " + " or ".join(work.partition("=")[2] for work in works))
+    for work in works:
+        parallel = load_config(None, [*overrides, work]).parallel
+        assert parallel.global_batch * 128 == int(work.partition("=")[2])
+
+
+def test_the_micro_batches_follow_from_the_budget() -> None:
+    assert RunConfig().parallel.microbatches == 8
+    budget = ["train.tokens_per_step=8192"]
+    config = load_config(None, budget)
+    assert config.parallel.microbatches == 16
+    assert load_config(None, [*budget, "parallel.shards=1"]).parallel.microbatches == 32
+    assert load_config(None, [*budget, "parallel.microbatches=16"]) == config
+    assert RunConfig.from_dict(config.resolved().to_dict()) == config.resolved()
+    assert refusal(*budget, "parallel.microbatches=8") == (
+        "parallel.microbatches = 8: train.tokens_per_step = 8192 asks for 16 micro-batches of 512 tokens; use 16, or 0 "
+        "for what the budget says, or train.tokens_per_step=0 to go without one"
+    )
+    assert refusal("train.tokens_per_step=512").endswith("at least parallel.stages = 2 of them; use 1024")
+
+
+def test_a_decay_fits_into_the_run() -> None:
+    long = ["train.schedule=wsd", "train.steps=100", "train.warmup_steps=20"]
+    assert "use 80 or less" in refusal(*long, "train.decay_steps=81")
+    load_config(None, [*long, "train.decay_steps=80"])
+    assert load_config(None, long).resolved().train.decay_steps == 10
+    assert load_config(None, ["train.steps=30"]).resolved().train.decay_steps == 0
+
+
+def test_a_file_to_start_from_is_the_defaults(tmp_path: Path) -> None:
+    assert RunConfig.from_dict(tomllib.loads(starter())) == RunConfig()
+    lines = starter().splitlines()
+    assert "stages = 2                    # P: pipeline stages" in lines
+    assert any(line.startswith("# weight_decay = 0.1") for line in lines)
+    for kind in SECTIONS.values():
+        for item in dataclasses.fields(kind):
+            assert item.metadata["help"] in starter()
+    uncommented = "\n".join(line.removeprefix("# ") if " = " in line else line for line in lines)
+    assert RunConfig.from_dict(tomllib.loads(uncommented)) == RunConfig()
 
 
 def test_the_message_names_the_number_that_works() -> None:
@@ -88,7 +148,7 @@ def test_wrong_types_are_refused(override: str, message: str) -> None:
         ("parallel.stage=3", "parallel.stage: unknown key; did you mean parallel.stages?"),
         ("train.seed=3", "train.seed: unknown key; did you mean run.seed?"),
         ("modle.dim=3", "[modle]: unknown section; did you mean model?"),
-        ("data.quux=3", "data.quux: unknown key; [data] knows path, validation_fraction"),
+        ("data.quux=3", "data.quux: unknown key; [data] knows path, validation_fraction, tokenizer"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(override: str, message: str) -> None:
@@ -179,3 +239,13 @@ def test_a_users_own_model_is_not_checked_as_a_family() -> None:
 def test_reading_a_configuration_needs_neither_torch_nor_ray() -> None:
     code = "import sys, zeropp_ray.config; assert not {'torch', 'ray'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_reference_is_made_from_the_fields() -> None:
+    page = Path(__file__).parent.parent / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == reference(), (
+        "python -m zeropp_ray.config_reference > docs/configuration.md"
+    )
+    for kind in SECTIONS.values():
+        for item in dataclasses.fields(kind):
+            assert f"| `{kind.SECTION}.{item.name}` |" in reference()

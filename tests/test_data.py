@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.data.corpus import Corpus, load_corpus
 from zeropp_ray.data.sampler import IGNORE, Batches, SampleOrder
+from zeropp_ray.data.shuffle import Shuffle
 from zeropp_ray.errors import ConfigError
 
 
@@ -109,6 +112,56 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert (SampleOrder(400, 8, seed=2).starts(numbers) != a).any()
     first, second = (np.diff(SampleOrder(400, 8, seed=1).starts(np.arange(e * 49, e * 49 + 49))) for e in (0, 1))
     assert (first != second).any()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 97, 1000, 10_007])
+def test_a_shuffle_is_a_bijection(n: int) -> None:
+    shuffle = Shuffle(n, [3, 1])
+    assert sorted(shuffle[i] for i in range(n)) == list(range(n))
+
+
+def test_a_shuffle_is_drawn_from_its_seed() -> None:
+    orders = {tuple(Shuffle(50, [seed, epoch])[i] for i in range(50)) for seed in range(4) for epoch in range(4)}
+    assert len(orders) == 16
+    assert orders == {tuple(Shuffle(50, [seed, e])[i] for i in range(50)) for seed in range(4) for e in range(4)}
+
+
+@pytest.mark.parametrize("n", [4000, 2**40 + 15])
+def test_a_shuffle_mixes_well(n: int) -> None:
+    """Of 4000 neighbouring places: where they go, and from each to the next, is spread evenly."""
+    count, cells = 4000, 20
+    shuffle = Shuffle(n, [0, 0])
+    cell = np.array([shuffle[i] * cells // n for i in range(count)])
+    for pairs in ((cell[:-1], cell[1:]), (np.arange(count) * cells // count, cell)):
+        table = np.zeros((cells, cells))
+        np.add.at(table, (pairs[0], pairs[1]), 1)
+        chi_square = ((table - table.mean()) ** 2 / table.mean()).sum()
+        assert chi_square == pytest.approx(cells**2, abs=5 * math.sqrt(2) * cells)
+
+
+class Enormous:
+    """A text of 10^13 tokens, each its position modulo 251."""
+
+    def __len__(self) -> int:
+        return 10**13
+
+    def __getitem__(self, where: np.ndarray) -> np.ndarray:
+        assert where.dtype == np.int64
+        assert ((where >= 0) & (where < len(self))).all()
+        return (where % 251).astype(np.uint8)
+
+
+def test_a_text_of_any_length_starts_at_once() -> None:
+    settings = config("model.seq_len=2048")
+    begin = time.process_time()
+    batches = Batches(settings, Corpus(Enormous(), np.arange(5000), "positions"), 0, 0)
+    ids, labels = batches.microbatch(10**6, 0)
+    assert time.process_time() - begin < 0.1
+    assert (labels == (ids + 1) % 251).all()
+    order = SampleOrder(10**13, 2048, seed=0)
+    starts = order.starts(np.arange(order.per_epoch - 500, order.per_epoch + 500))
+    assert starts.max() > 2**42
+    assert len(set(starts[:500].tolist())) == 500
 
 
 # --- what a member reads

@@ -55,8 +55,13 @@ def test_a_documented_command_exists(words):
 @pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_documented_commands_run(page, tmp_path):
+def test_documented_commands_run(page, tmp_path, bpe):
     """In order, in a copy of the repository's examples, with a small model and few steps."""
+    (tmp_path / "tokenizer.json").symlink_to(bpe)
+    (tmp_path / "texts").mkdir()
+    for place in (ROOT / "docs").glob("*.md"):
+        (tmp_path / "texts" / place.name).write_text(place.read_text())
+    (tmp_path / "reviews.jsonl").write_text("".join(f'{{"body": "{i} of 5 stars"}}\n' for i in range(1000)))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "book.txt").write_text((ROOT / "README.md").read_text() * 20)
     for name, block in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):

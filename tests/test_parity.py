@@ -89,33 +89,50 @@ def assert_counts(config: RunConfig, ours: harness.Trained) -> None:
     p, steps = config.parallel, config.train.steps
     units = len(ours.plan.program.spec.units)
     width = 8 if config.train.dtype == "float64" else 4
+    moved = width * (p.shards - 1)
     for report, me in zip(ours.reports, ours.plan.layout.members(), strict=True):
-        traffic = report.counters
-        padded = [
-            -(-sum(part.elements for part in ours.plan.description.parts_of(ours.plan.ranges, c)) // p.shards)
-            * p.shards
-            for c in ours.plan.layout.owned(me.p)
-        ]
+        traffic, owned = report.counters, ours.plan.layout.owned(me.p)
+        program = ours.plan.program.ranks[me.p]
+        sets = [(each, -(-each.elements // p.shards)) for each in ours.plan.sets if {*each.chunks} & {*owned}]
         assert traffic.gathers == steps * ((2 * p.chunks - 2) * units + 1)
         assert traffic.reduces == steps * p.chunks * units
-        gathers = [steps * n for n in gathers_by_chunk(ours.plan.program.ranks[me.p], p.chunks)]
-        moved = width * (p.shards - 1)
-        assert traffic.gathered_bytes == moved * sum(
-            n * size // p.shards for n, size in zip(gathers, padded, strict=True)
-        )
-        assert traffic.reduced_bytes == moved * steps * units * sum(size // p.shards for size in padded)
+        gathers = shared_gathers = reduces = shared_reduces = exchanges = trained = 0  # in elements received or sent
+        for each, shard in sets:
+            users = [owned.index(chunk) for chunk in each.chunks if chunk in owned]
+            n = residencies(program, users)
+            gathers += n * shard * (not each.shared)
+            shared_gathers += n * shard * each.shared
+            reduces += units * shard * (each.trained and not each.shared)
+            shared_reduces += units * len(users) * shard * (each.trained and each.shared)
+            exchanges += (len({chunk % p.stages for chunk in each.chunks}) - 1) * shard * each.trained
+            trained += shard * each.trained
+        assert traffic.gathered_bytes == moved * steps * gathers
+        assert traffic.shared_gathered_bytes == moved * steps * shared_gathers
+        assert traffic.reduced_bytes == moved * steps * reduces
+        assert traffic.shared_reduced_bytes == moved * steps * shared_reduces
+        assert traffic.shared_exchanged_bytes == width * steps * exchanges
+        assert traffic.replica_reduced_bytes == width * (p.replicas - 1) * steps * trained
         edges = 2 * p.chunks if p.stages > 1 else 0
         at_end = (me.p == 0) + (me.p == p.stages - 1) if p.stages > 1 else 0
         assert traffic.sends == traffic.receives == steps * p.microbatches * (edges - at_end)
         assert traffic.sent_bytes == traffic.sends * p.microbatch_size * 16 * ours.plan.description.hidden * width
         assert report.measured.peak_live_chunks <= ours.plan.program.spec.live_chunks
-        assert report.measured.peak_resident_elements <= (sum(sorted(padded)[-2:]) if p.prefetch else max(padded))
-        assert report.peak_open_gradient_buffers == 1
+        resident = sorted(sum(p.shards * shard for each, shard in sets if chunk in each.chunks) for chunk in owned)
+        assert report.measured.peak_resident_elements <= sum(resident[-2 if p.prefetch else -1 :])
+        assert report.peak_open_gradient_buffers == any(each.trained and not each.shared for each, _ in sets)
         assert report.gradient_buffers <= 2
 
 
-def gathers_by_chunk(program, chunks: int) -> list[int]:
-    return [sum(action.op == "GATHER" and action.chunk == v for action in program) for v in range(chunks)]
+def residencies(program, chunks: list[int]) -> int:
+    """How often a program makes resident what these chunks of a stage use."""
+    there, count = 0, 0
+    for action in program:
+        if action.chunk in chunks and action.op == "GATHER":
+            count += not there
+            there += 1
+        elif action.chunk in chunks and action.op == "RELEASE":
+            there -= 1
+    return count
 
 
 GRID = [

@@ -376,6 +376,7 @@ BAD = [
     ),
     ("--cost=1,x,1,0", "--cost = 1,x,1,0: not four numbers"),
     ("--cost=0,1,1,0", "cost.F = 0: not a duration; give a finite number above 0"),
+    ("--cost=1e-300,1,1,0", "cost: 1e-300 beside 1; none may be more than 1e+09 times another"),
     ("--cost=1,-1,1,0", "cost.B = -1: not a duration; give a finite number at least 0"),
     ("--cost=1,1,inf,0", "cost.W = inf: not a duration"),
     ("--cost=1,1,1,nan", "cost.comm = nan: not a duration"),

@@ -128,6 +128,29 @@ class Forgetful(Own):
         self.register_buffer("shift", torch.ones(()))
 
 
+class RandomBuffer(Own):
+    """Mixes in random features that are drawn once and not trained."""
+
+    def __init__(self, **args: int) -> None:
+        super().__init__(**args)
+        self.features = RandomFeatures(self.tokens.embedding_dim)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids) @ self.features.table
+
+
+class RandomFeatures(nn.Module):
+    table: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(width, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.table)
+
+
 # Broken, or not supported yet.
 
 
@@ -176,23 +199,6 @@ def dropout() -> nn.Module:
 
 def running_statistics() -> nn.Module:
     return EmptyBlocks(nn.BatchNorm1d(16))
-
-
-def shared_block() -> nn.Module:
-    block = nn.Linear(8, 8)
-    return EmptyBlocks(block, block)
-
-
-def tied() -> nn.Module:
-    model = EmptyBlocks(nn.Linear(8, 8))
-    model.head.weight = model.embed.weight
-    return model
-
-
-def frozen() -> nn.Module:
-    model = EmptyBlocks(nn.Linear(8, 8))
-    model.blocks[0].bias.requires_grad_(False)
-    return model
 
 
 def unused() -> nn.Module:

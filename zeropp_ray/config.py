@@ -16,7 +16,7 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
@@ -34,6 +34,7 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+DEFAULT_MICROBATCHES = 8
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}
 
 
@@ -118,7 +119,7 @@ class ModelSection(_Section):
     kv_heads: int = setting(0, "key and value heads; 0: as many as heads")
     head_dim: int = setting(0, "width of a head; 0: dim / heads")
     ffn_dim: int = setting(0, "inner width of the feed-forward part; 0: 8/3 of dim, rounded up to 32; gpt2: 4 dim")
-    vocab_size: int = setting(256, "number of different tokens; text is read as bytes, which are 256")
+    vocab_size: int = setting(256, "number of different tokens: 256 for bytes, else at least the tokenizer's")
     seq_len: int = setting(128, "length of a sequence", "tokens")
     context: int = setting(0, "longest sequence that the model is made for; 0: seq_len", "tokens")
     tie_embeddings: bool = setting(False, "the head uses the weights of the embedding; gpt2: true unless it is given")
@@ -132,15 +133,17 @@ class ModelSection(_Section):
 
     def __new__(cls, **given: Any) -> ModelSection:
         section = super().__new__(cls)
-        object.__setattr__(section, "_given", frozenset(given))
+        if given:
+            object.__setattr__(section, "_given", frozenset(given))  # until __post_init__
         return section
 
     def __post_init__(self) -> None:
         """Fields that were not given take their values from the preset, or else the defaults of the family."""
+        given = vars(self).pop("_given", frozenset())
         preset = PRESETS.get(str(self.preset), {})
-        family = self.family if "family" in self._given else preset.get("family", self.family)  # type: ignore[attr-defined]
+        family = self.family if "family" in given else preset.get("family", self.family)
         for name, value in {**FAMILIES.get(str(family), {}), **preset}.items():
-            if name not in self._given:  # type: ignore[attr-defined]
+            if name not in given:
                 object.__setattr__(self, name, value)
         super().__post_init__()
 
@@ -220,15 +223,17 @@ class ParallelSection(_Section):
     chunks: int = setting(2, "V: model chunks per stage; the model is cut in P*V")
     shards: int = setting(2, "F: members of a stage, which share its parameters (ZeRO-3)")
     replicas: int = setting(1, "R: copies of the whole stages x shards mesh")
-    microbatches: int = setting(8, "N: micro-batches per step and member")
+    microbatches: int = setting(0, "N: micro-batches per step and member; 0: as train.tokens_per_step says, else 8")
     microbatch_size: int = setting(2, "b: size of a micro-batch; a step takes N*b*F*R", "sequences")
     unit: int = setting(0, "U: least size of a scheduling unit, from P to N; 0: min(N, 2P)", "micro-batches")
     memory_limit: float = setting(0.0, "live activations of a stage; 0: largest unit + P/V", "micro-batches")
     prefetch: bool = setting(False, "gather the next chunk ahead of its use; two are then resident at a time")
 
     def _check(self) -> None:
-        self._at_least(1, "stages", "chunks", "shards", "replicas", "microbatches", "microbatch_size")
-        self.schedule()
+        self._at_least(1, "stages", "chunks", "shards", "replicas", "microbatch_size")
+        self._at_least(0, "microbatches")
+        if self.microbatches:  # else RunConfig fills it in
+            self.schedule()
 
     def schedule(self, costs: Costs | None = None) -> ScheduleSpec:
         """What the schedule is compiled from, with the unit, its split and the memory limit resolved and checked."""
@@ -251,11 +256,16 @@ class ParallelSection(_Section):
 class DataSection(_Section):
     SECTION: ClassVar[str] = "data"
 
-    path: str = setting("", "a text file or a folder of them; empty: Python's own documentation")
-    validation_fraction: float = setting(0.05, "part of the text, at its end, that is held out", "fraction")
+    path: str = setting("", "a text file, a folder of them, or a token store; empty: Python's own documentation")
+    validation_fraction: float = setting(0.05, "part of raw text, at its end, that is held out", "fraction")
+    tokenizer: str = setting("", "how tokens were made: 'bytes', or the SHA-256 of a tokenizer; empty: as in path")
 
     def _check(self) -> None:
         self._require(0 < self.validation_fraction < 1, "validation_fraction", "must be between 0 and 1, such as 0.05")
+
+
+LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
+"""``wsd``: warm-up, stable, decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +273,11 @@ class TrainSection(_Section):
     SECTION: ClassVar[str] = "train"
 
     steps: int = setting(200, "optimizer steps", "steps")
+    tokens_per_step: int = setting(0, "budget of a step, from which parallel.microbatches follows; 0: none", "tokens")
     lr: float = setting(3e-3, "highest learning rate, reached after the warm-up")
-    min_lr_ratio: float = setting(0.1, "learning rate at the end of the cosine, as a part of lr", "fraction")
+    schedule: str = setting("cosine", f"of the learning rate after the warm-up: {', '.join(LR_SCHEDULES)}")
+    min_lr_ratio: float = setting(0.1, "learning rate at the end of the schedule, as a part of lr", "fraction")
+    decay_steps: int = setting(0, "length of the decay at the end of wsd; 0: a tenth of the steps", "steps")
     warmup_steps: int = setting(20, "linear warm-up; a run that is shorter ends inside it", "steps")
     weight_decay: float = setting(0.1, "AdamW weight decay; none on norms and biases")
     beta1: float = setting(0.9, "AdamW decay of the mean gradient")
@@ -277,14 +290,31 @@ class TrainSection(_Section):
 
     def _check(self) -> None:
         self._at_least(1, "steps", "eval_sequences")
-        self._at_least(0, "warmup_steps", "weight_decay", "clip_norm", "eval_every")
+        self._at_least(0, "tokens_per_step", "warmup_steps", "decay_steps", "weight_decay", "clip_norm", "eval_every")
         self._require(self.lr > 0, "lr", "must be above 0, such as 3e-3")
         self._require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "must be from 0 to 1, such as 0.1")
+        self._require(self.schedule in LR_SCHEDULES, "schedule", f"unknown; {_close(self.schedule, LR_SCHEDULES)}")
+        self._require(
+            self.decay_steps == 0 or self.schedule == "wsd",
+            "decay_steps",
+            f"train.schedule = {self.schedule!r} has no stable part; use 0, or train.schedule=wsd",
+        )
+        most = max(0, self.steps - self.warmup_steps)
+        self._require(
+            self.decay_steps <= most,
+            "decay_steps",
+            f"longer than the {most} steps of train.steps that follow train.warmup_steps; use {most} or less",
+        )
         for name in ("beta1", "beta2"):
             self._require(0 <= getattr(self, name) < 1, name, "must be at least 0 and below 1, such as 0.9")
         self._require(self.eps > 0, "eps", "must be above 0, such as 1e-8")
         dtypes = ["float32", "float64"]
         self._require(self.dtype in dtypes, "dtype", f"unknown; {_close(self.dtype, dtypes)}")
+
+    @property
+    def decay(self) -> int:
+        """Steps of the decay of ``wsd``, the automatic value filled in."""
+        return self.decay_steps or min(-(-self.steps // 10), max(0, self.steps - self.warmup_steps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +334,9 @@ class ResourcesSection(_Section):
     SECTION: ClassVar[str] = "resources"
 
     cpus: float = setting(1.0, "Ray CPUs that a member asks for", "CPUs")
-    step_timeout_s: float = setting(600.0, "a transfer or collective that takes longer has failed", "seconds")
+    step_timeout_s: float = setting(
+        600.0, "a step, an evaluation or a transfer that takes longer has failed", "seconds"
+    )
 
     def _check(self) -> None:
         self._require(self.cpus > 0, "cpus", "must be above 0, such as 1 or 0.5")
@@ -324,12 +356,38 @@ class RunConfig:
     resources: ResourcesSection = field(default_factory=ResourcesSection)
 
     def __post_init__(self) -> None:
+        microbatches = self._microbatches()
+        if microbatches != self.parallel.microbatches:
+            object.__setattr__(self, "parallel", dataclasses.replace(self.parallel, microbatches=microbatches))
         P, V = self.parallel.stages, self.parallel.chunks
         if not self.model.factory and self.model.layers < P * V:
             raise ConfigError(
                 f"model.layers = {self.model.layers}: fewer than the {P * V} model chunks of parallel.stages x"
                 f" parallel.chunks = {P} x {V}; use {P * V} or more layers, or fewer stages or chunks"
             )
+
+    def _microbatches(self) -> int:
+        """N: what ``[parallel]`` says, or what a budget in tokens comes to; raises ConfigError if they disagree."""
+        parallel, budget, given = self.parallel, self.train.tokens_per_step, self.parallel.microbatches
+        if not budget:
+            return given or DEFAULT_MICROBATCHES
+        b, F, R, seq_len = parallel.microbatch_size, parallel.shards, parallel.replicas, self.model.seq_len
+        each = b * F * R * seq_len
+        N, rest = divmod(budget, each)
+        least = parallel.stages
+        if rest or least > N:
+            works = sorted({max(n, least) * each for n in (N, N + (rest > 0))})
+            why = (
+                f"a step takes a whole number of micro-batches of {each} tokens (parallel.microbatch_size x shards x "
+                f"replicas x model.seq_len = {b} x {F} x {R} x {seq_len}), at least parallel.stages = {least} of them"
+            )
+            raise ConfigError(f"train.tokens_per_step = {budget}: {why}; use {' or '.join(map(str, works))}")
+        if given not in (0, N):
+            raise ConfigError(
+                f"parallel.microbatches = {given}: train.tokens_per_step = {budget} asks for {N} micro-batches of "
+                f"{each} tokens; use {N}, or 0 for what the budget says, or train.tokens_per_step=0 to go without one"
+            )
+        return N
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
@@ -351,8 +409,11 @@ class RunConfig:
         """Nested tables with every field; ``from_dict`` gives the same configuration back."""
         return dataclasses.asdict(self)
 
-    def to_toml(self) -> str:
-        """TOML with every field, its meaning and its unit as a comment."""
+    def to_toml(self, live: Collection[str] | None = None) -> str:
+        """TOML with every field, its meaning and its unit as a comment.
+
+        ``live``: of fields other than these, such as ``train.lr``, the line is a comment as a whole; None: of none.
+        """
         lines: list[str] = []
         for name in SECTIONS:
             lines.append(f"[{name}]")
@@ -364,6 +425,8 @@ class RunConfig:
                     lines.append(f"\n{text}" if value else f"# [{name}.{item.name}]  {item.metadata['help']}")
                     continue
                 text = tomli_w.dumps({item.name: value}).rstrip()
+                if live is not None and f"{name}.{item.name}" not in live:
+                    text = f"# {text}"
                 lines.append(f"{text:<28}  # {item.metadata['help']}" + (f" [{unit}]" if unit else ""))
             lines.append("")
         return "\n".join(lines)
@@ -373,7 +436,10 @@ class RunConfig:
         model, parallel = self.model.resolved(), self.parallel
         spec = parallel.schedule()
         parallel = dataclasses.replace(parallel, unit=spec.unit, memory_limit=spec.memory_limit)
-        return dataclasses.replace(self, model=model, parallel=parallel)
+        train = self.train
+        if train.schedule == "wsd" and not train.decay_steps:
+            train = dataclasses.replace(train, decay_steps=train.decay)
+        return dataclasses.replace(self, model=model, parallel=parallel, train=train)
 
 
 SECTIONS: dict[str, type[_Section]] = {
@@ -390,6 +456,23 @@ SECTIONS: dict[str, type[_Section]] = {
 }
 
 
+_STARTER = {
+    "model": ("layers", "dim", "heads", "vocab_size", "seq_len"),
+    "parallel": ("stages", "chunks", "shards", "replicas", "microbatches", "microbatch_size"),
+    "data": ("path",),
+    "train": ("steps", "schedule", "lr", "warmup_steps"),
+}
+
+
+def starter() -> str:
+    """A file to start from, in TOML: the defaults, what is seldom changed as comments."""
+    live = {f"{section}.{name}" for section, names in _STARTER.items() for name in names}
+    return (
+        "# A run of zeropp. What is commented out has the default that its line shows.\n"
+        f"# `zeropp config check` says what the run would be.\n\n{RunConfig().to_toml(live)}"
+    )
+
+
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (None: all defaults), apply ``section.key=value`` overrides in order, check the result."""
     values: dict[str, Any] = {}
@@ -402,15 +485,24 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunC
             raise ConfigError(f"{path}: cannot be read as a configuration file: {error}") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: not TOML: {error}") from None
-    return overridden(values, overrides)
+    values = _changed(values, overrides)
+    if values.get("model", {}).get("init_from"):
+        from zeropp_ray.models.hf import adopted  # torch is for those who need it
+
+        values["model"] = adopted(values["model"])
+    return RunConfig.from_dict(values)
 
 
 def overridden(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     """The configuration of nested tables, changed by ``section.key=value`` overrides in order."""
+    return RunConfig.from_dict(_changed(values, overrides))
+
+
+def _changed(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     values = copy.deepcopy(values)
     for override in overrides:
         _override(values, override)
-    return RunConfig.from_dict(values)
+    return values
 
 
 def _override(values: dict[str, Any], override: str) -> None:

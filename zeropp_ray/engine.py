@@ -6,6 +6,8 @@ abort drops all of it as one object, and counts what it does, so that the plan c
 
 from __future__ import annotations
 
+from collections import ChainMap, Counter
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +20,7 @@ from zeropp_ray.comm.base import Counters, Links, PeerLost, Transfer
 from zeropp_ray.errors import MemberError
 from zeropp_ray.layout import Layout, Member
 from zeropp_ray.schedule import Action, Op
-from zeropp_ray.sharding import FlatChunk, GradientBuffers, PendingReduce
+from zeropp_ray.sharding import FlatParameters, PendingReduce
 from zeropp_ray.split_backward import WeightQueue
 
 IGNORED = -100  # a label that counts neither in the loss nor in the number of tokens
@@ -29,17 +31,17 @@ Microbatches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class Chunk:
-    """One chunk of this stage: how to run it, its sharded parameters, its deferred weight gradients."""
+    """One chunk of this stage: how to run it, and the sets of parameters that it uses."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
-    flat: FlatChunk
-    weights: WeightQueue
+    sets: list[FlatParameters]
     first: bool  # takes ids
     last: bool  # gives logits
+    backward: bool  # whether a parameter before it is trained, so that the gradient of its input is wanted
 
     @property
-    def mine(self) -> list[torch.nn.Parameter]:
-        return self.flat.deferred
+    def trained(self) -> list[FlatParameters]:
+        return [flat for flat in self.sets if flat.trained]
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class RunningStep:
     """Everything that a step holds while it runs. Keys are (chunk, micro-batch)."""
 
     input_gradients: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
-    graphs: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], GradientEdge | None] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int], tuple[torch.Tensor, Transfer]] = field(default_factory=dict)
     arrived: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
     produced: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class RunningStep:
     reducing: list[PendingReduce] = field(default_factory=list)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     tokens: int = 0
-    reduces_left: dict[int, int] = field(default_factory=dict)
+    reduces_left: Counter[FlatParameters] = field(default_factory=Counter)
 
 
 class _Entry(torch.autograd.Function):
@@ -104,6 +106,7 @@ class Engine:
     Args:
         me, layout: where this member stands.
         chunks: its chunks in the order of their own index.
+        weights: where their deferred layers stash.
         links: its groups.
         activation: shape and dtype of what crosses a chunk boundary, [b, s, h].
     """
@@ -114,13 +117,15 @@ class Engine:
         me: Member,
         layout: Layout,
         chunks: Sequence[Chunk],
+        weights: WeightQueue,
         links: Links,
         counters: Counters,
         activation: tuple[tuple[int, int, int], torch.dtype],
     ) -> None:
         self.me, self.layout, self.chunks, self.links, self.counters = me, layout, chunks, links, counters
+        self.sets = list(dict.fromkeys(flat for chunk in chunks for flat in chunk.sets))
+        self.weights = weights
         self._shape, self._dtype = activation
-        self.buffers = GradientBuffers(max(chunk.flat.padded for chunk in chunks), self._dtype)
         self.measured = Measured()
         self.step = RunningStep()
         self._microbatches: Microbatches = lambda m: (_ for _ in ()).throw(LookupError(m))
@@ -147,8 +152,8 @@ class Engine:
         training: bool,
         progress: Callable[[int], None] = lambda position: None,
     ) -> Sums:
-        """Run ``program`` once. Afterwards, if ``training``, every chunk's gradient is reduced over the stage and the
-        replicas.
+        """Run ``program`` once. Afterwards, if ``training``, every gradient is reduced over the stage, the stages that
+        share it and the replicas.
 
         ``progress`` is called with the position of each instruction before it starts, and with ``len(program)`` at the
         end. Raises MemberError naming member and instruction.
@@ -157,11 +162,11 @@ class Engine:
         self.measured = Measured()
         self._microbatches, self._training = microbatches, training
         if training:
-            for chunk in self.chunks:
-                chunk.flat.zero_gradient()
+            for flat in self.sets:
+                flat.zero_gradient()
         for action in program:
             if action.op is Op.REDUCE:
-                step.reduces_left[action.chunk] = step.reduces_left.get(action.chunk, 0) + 1
+                step.reduces_left.update(self.chunks[action.chunk].trained)
         position, action = 0, program[0]
         try:
             with torch.set_grad_enabled(training):
@@ -171,56 +176,96 @@ class Engine:
                 progress(len(program))
                 self._finish_reduces()
                 if training:
+                    self._exchange_shared()
                     self._reduce_over_replicas()
         except Exception as error:
             where = f"{action} (instruction {position + 1} of {len(program)})"
-            raise MemberError(f"{self.me} failed in {where}: {error}", peer_lost=isinstance(error, PeerLost)) from error
+            cause = " ".join(str(error).split())
+            lost = isinstance(error, PeerLost)
+            raise MemberError(f"{self.me} failed in {where}: {cause}", lost, traceback.format_exc()) from error
         self._assert_empty()
         return Sums(sum(step.losses[m].item() for m in sorted(step.losses)), step.tokens)
 
     def abort(self) -> None:
         """Drop the running step; shards, moments and model stay. The groups must have been closed before."""
         self.step = RunningStep()
-        for chunk in self.chunks:
-            chunk.flat.drop_running_step()
-            chunk.weights.clear()
-        self.buffers = GradientBuffers(self.buffers.numel, self.buffers.dtype)
+        self.weights.clear()
+        for flat in self.sets:
+            flat.drop_running_step()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def _gather(self, action: Action) -> None:
-        flat = self.chunks[action.chunk].flat
-        flat.gather()
-        self.measured.resident_elements += flat.padded
-        self.measured.peak_resident_elements = max(
-            self.measured.peak_resident_elements, self.measured.resident_elements
-        )
+        counters, measured = self.counters, self.measured
+        counters.gathers += 1
+        for flat in self.chunks[action.chunk].sets:
+            if not flat.gather():
+                continue
+            if flat.shared:
+                counters.shared_gathers += 1
+                counters.shared_gathered_bytes += flat.moved_bytes
+            else:
+                counters.gathered_bytes += flat.moved_bytes
+            measured.resident_elements += flat.padded
+            measured.peak_resident_elements = max(measured.peak_resident_elements, measured.resident_elements)
 
     def _release(self, action: Action) -> None:
-        flat = self.chunks[action.chunk].flat
-        flat.release()
-        self.measured.resident_elements -= flat.padded
+        for flat in self.chunks[action.chunk].sets:
+            if flat.release():
+                self.measured.resident_elements -= flat.padded
 
     def _reduce(self, action: Action) -> None:
         self._finish_reduces()
-        step = self.step
-        step.reduces_left[action.chunk] -= 1
-        flat = self.chunks[action.chunk].flat
-        step.reducing.append(flat.reduce(self.buffers, last=step.reduces_left[action.chunk] == 0))
+        step, counters = self.step, self.counters
+        counters.reduces += 1
+        for flat in self.chunks[action.chunk].trained:
+            step.reduces_left[flat] -= 1
+            step.reducing.append(flat.reduce(last=step.reduces_left[flat] == 0))
+            if flat.shared:
+                counters.shared_reduces += 1
+                counters.shared_reduced_bytes += flat.moved_bytes
+            else:
+                counters.reduced_bytes += flat.moved_bytes
 
     def _finish_reduces(self) -> None:
         while self.step.reducing:
             self.step.reducing.pop(0).wait()
 
+    def _exchange_shared(self) -> None:
+        """Add up the reduced gradients of what several stages use, in the order of the stages: the same bytes at each.
+
+        Each sends its own to all others that use it, member to member of equal shard and replica.
+        """
+        pipeline, posted = self.links.pipeline, []
+        for flat in self.sets:
+            others = [stage for stage in flat.stages if stage != self.me.p]
+            if not (flat.trained and others):
+                continue
+            parts = {stage: torch.empty_like(flat.gradient) for stage in others}
+            mine = parts[self.me.p] = flat.gradient.clone()
+            tag = self._tag(self.layout.stages * self.layout.chunks - 1, flat.number)  # the end, which nothing crosses
+            transfers = [pipeline.receive(parts[stage], stage, tag) for stage in others]
+            transfers += [pipeline.send(mine, stage, tag) for stage in others]
+            posted.append((flat, parts, transfers))
+            self.counters.shared_exchanges += 1
+            self.counters.shared_exchanged_bytes += mine.nbytes * len(others)
+        for flat, parts, transfers in posted:
+            for transfer in transfers:
+                transfer.wait()
+            flat.gradient.zero_()
+            for stage in flat.stages:
+                flat.gradient.add_(parts[stage])
+
     def _reduce_over_replicas(self) -> None:
         group = self.links.replicas
         if group.size == 1:
             return
-        transfers = [group.all_reduce(chunk.flat.gradient) for chunk in self.chunks]
-        for chunk, transfer in zip(self.chunks, transfers, strict=True):
+        trained = [flat for flat in self.sets if flat.trained]
+        transfers = [group.all_reduce(flat.gradient) for flat in trained]
+        for flat, transfer in zip(trained, transfers, strict=True):
             transfer.wait()
             self.counters.replica_reduces += 1
-            self.counters.replica_reduced_bytes += chunk.flat.gradient.nbytes * (group.size - 1)
+            self.counters.replica_reduced_bytes += flat.gradient.nbytes * (group.size - 1)
 
     # -- pipeline edges -----------------------------------------------------------------------------------------------
 
@@ -233,8 +278,11 @@ class Engine:
         here = self.layout.model_chunk(self.me.p, chunk)
         after_here = outgoing == (kind == "F")  # the boundary behind this chunk, or the one before it
         there = here + 1 if after_here else here - 1
-        boundary = min(here, there)
-        return there % P, (microbatch * P * self.layout.chunks + boundary) * 2 + (kind == "B")
+        return there % P, self._tag(min(here, there), microbatch) + (kind == "B")
+
+    def _tag(self, boundary: int, number: int) -> int:
+        """Of transfer ``number`` over a boundary, the one behind model chunk ``boundary``; the next tag is free too."""
+        return (number * self.layout.stages * self.layout.chunks + boundary) * 2
 
     def _recv(self, action: Action) -> None:
         peer, tag = self._edge(action.kind, action.chunk, action.microbatch, outgoing=False)
@@ -263,25 +311,23 @@ class Engine:
 
     def _hand_on(self, kind: str, chunk: int, microbatch: int, tensor: torch.Tensor) -> None:
         """Keep what was produced for its SEND; with one stage the neighbour chunk is here and takes it directly."""
-        if self.layout.stages == 1:
-            self.step.arrived[(kind, chunk + 1 if kind == "F" else chunk - 1, microbatch)] = tensor
-        else:
+        if self.layout.stages > 1:
             self.step.produced[(kind, chunk, microbatch)] = tensor
+        elif kind == "F":  # a copy: the chunk that takes it may work on it in place, and this one may have saved it
+            self.step.arrived[(kind, chunk + 1, microbatch)] = tensor.clone()
+        else:
+            self.step.arrived[(kind, chunk - 1, microbatch)] = tensor
 
     # -- compute ------------------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
         step, chunk = self.step, self.chunks[action.chunk]
         c, m = action.chunk, action.microbatch
-        chunk.flat.ready()
-        if chunk.first:
-            x = self._microbatches(m)[0]
-        else:
-            x = step.arrived.pop(("F", c, m))
-            if self._training:
-                caught: list[torch.Tensor] = []
-                step.input_gradients[c, m] = caught
-                x = _Entry.apply(x, self._anchor, caught)
+        for flat in chunk.sets:
+            flat.ready()
+        x = self._microbatches(m)[0] if chunk.first else step.arrived.pop(("F", c, m))
+        if self._training and chunk.backward:
+            x = _Entry.apply(x, self._anchor, step.input_gradients.setdefault((c, m), []))
         y = chunk.forward(x)
         if chunk.last:
             y = self._loss(m, y)
@@ -290,8 +336,8 @@ class Engine:
                 raise ValueError(f"chunk {c} gave {y.dtype} {tuple(y.shape)}, {self._dtype} {self._shape} was expected")
             self._hand_on("F", c, m, y.detach().contiguous())
         if self._training:
-            # Only the graph is kept: once it was sent, the output itself is nobody's.
-            step.graphs[c, m] = get_gradient_edge(y)
+            # Only the graph is kept: once it was sent, the output itself is nobody's. There is none if all is frozen.
+            step.graphs[c, m] = get_gradient_edge(y) if y.requires_grad else None
             self.measured.live_chunks += 1
             self.measured.peak_live_chunks = max(self.measured.peak_live_chunks, self.measured.live_chunks)
 
@@ -308,17 +354,20 @@ class Engine:
     def _backward(self, action: Action) -> None:
         step, chunk = self.step, self.chunks[action.chunk]
         c, m = action.chunk, action.microbatch
-        chunk.flat.ready()
+        for flat in chunk.sets:
+            flat.ready()
         dy = None if chunk.last else step.arrived.pop(("B", c, m))
-        with chunk.weights.recording(m, chunk.mine):
-            torch.autograd.backward([step.graphs.pop((c, m))], None if dy is None else [dy])
+        graph = step.graphs.pop((c, m))
+        with self.weights.recording((c, m)):
+            if graph is not None:
+                torch.autograd.backward([graph], None if dy is None else [dy])
         if not chunk.first:
-            (dx,) = step.input_gradients.pop((c, m)) or (torch.zeros(self._shape, dtype=self._dtype),)
+            (dx,) = step.input_gradients.pop((c, m), None) or (torch.zeros(self._shape, dtype=self._dtype),)
             self._hand_on("B", c, m, dx.contiguous())
 
     def _weight_gradient(self, action: Action) -> None:
-        chunk = self.chunks[action.chunk]
-        chunk.weights.run(action.microbatch, chunk.flat.open_gradient(self.buffers))
+        views = ChainMap(*[flat.open_gradient() for flat in self.chunks[action.chunk].trained])
+        self.weights.run((action.chunk, action.microbatch), views)
         self.measured.live_chunks -= 1
 
     def _assert_empty(self) -> None:
@@ -333,5 +382,5 @@ class Engine:
             step.reducing,
         ]
         assert not any(left), f"{self.me}: a step left {left}"
-        assert not any(len(chunk.weights) for chunk in self.chunks), f"{self.me}: weight gradients left"
+        assert not self.weights, f"{self.me}: weight gradients left"
         assert not self.measured.resident_elements, f"{self.me}: parameters left resident"

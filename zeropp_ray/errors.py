@@ -21,11 +21,12 @@ class MemberError(ZeroppError):
     """A member of a stage failed while running; the text names the member and the instruction.
 
     ``peer_lost`` says that the member only saw a transfer fail: the cause is elsewhere, at the member it spoke to.
+    ``trace`` is the traceback as text, for the log.
     """
 
-    def __init__(self, text: str, peer_lost: bool = False) -> None:
-        super().__init__(text, peer_lost)
-        self.text, self.peer_lost = text, peer_lost
+    def __init__(self, text: str, peer_lost: bool = False, trace: str = "") -> None:
+        super().__init__(text, peer_lost, trace)
+        self.text, self.peer_lost, self.trace = text, peer_lost, trace
 
     def __str__(self) -> str:
         return self.text

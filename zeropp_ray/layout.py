@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,3 +50,7 @@ class Layout:
     def owned(self, stage: int) -> list[int]:
         """Model chunks of ``stage``, in the order of its own chunk index."""
         return [self.model_chunk(stage, v) for v in range(self.chunks)]
+
+    def stages_of(self, model_chunks: Iterable[int]) -> list[int]:
+        """The stages that hold these model chunks, ascending."""
+        return sorted({chunk % self.stages for chunk in model_chunks})

@@ -25,7 +25,7 @@ from zeropp_ray.layout import Member
 from zeropp_ray.models import build_owned, resolve_factory
 from zeropp_ray.optim import ShardedAdamW, learning_rate
 from zeropp_ray.planner.plan import Plan
-from zeropp_ray.sharding import FlatChunk
+from zeropp_ray.sharding import FlatParameters, GradientBuffers
 from zeropp_ray.split_backward import WeightQueue, defer
 from zeropp_ray.vote import Decision, Vote
 
@@ -81,29 +81,48 @@ class StageMember:
         self._links = links
         if self._engine is not None:
             self._engine.links = links
-            for chunk in self._engine.chunks:
-                chunk.flat.rebind(links.stage)
+            for flat in self._engine.sets:
+                flat.rebind(links.stage)
             return
         config, plan = self.config, self.plan
-        chunks = []
-        for index in plan.layout.owned(self.me.p):
-            part = self._owned.chunks[index]
-            queue = WeightQueue()
-            deferred = defer(part.modules(), queue)
-            flat = FlatChunk(part.parameters, deferred, links.stage, self.counters)
-            chunks.append(Chunk(part, flat, queue, part.first, part.last))
+        owned = plan.layout.owned(self.me.p)
+        queue = WeightQueue()
+        deferred = defer(self._owned.model, queue)
+        parameters = dict(self._owned.model.named_parameters())
+        self._buffers = GradientBuffers()
+        sets: dict[int, list[FlatParameters]] = {index: [] for index in owned}  # by model chunk
+        for number, used in enumerate(plan.sets):
+            here = [index for index in owned if index in used.chunks]
+            if here:
+                flat = FlatParameters(
+                    [(name, parameters[name]) for name in used.shapes],
+                    deferred,
+                    links.stage,
+                    GradientBuffers() if used.shared else self._buffers,
+                    stages=plan.layout.stages_of(used.chunks),
+                    shared=used.shared,
+                    number=number,
+                )
+                for index in here:
+                    sets[index].append(flat)
+        first_trained = min(chunk for used in plan.sets if used.trained for chunk in used.chunks)
+        chunks = [
+            Chunk(part, sets[index], part.first, part.last, backward=index > first_trained)
+            for index, part in self._owned.chunks.items()
+        ]
         b, s, h = config.parallel.microbatch_size, config.model.seq_len, plan.description.hidden
         self._engine = Engine(
             me=self.me,
             layout=plan.layout,
             chunks=chunks,
+            weights=queue,
             links=links,
             counters=self.counters,
             activation=((b, s, h), self._dtype),
         )
         train = config.train
         self._optimizer = ShardedAdamW(
-            [chunk.flat for chunk in chunks],
+            [flat for flat in self._engine.sets if flat.trained],
             betas=(train.beta1, train.beta2),
             eps=train.eps,
             weight_decay=train.weight_decay,
@@ -130,24 +149,16 @@ class StageMember:
         return Vote(sums.loss, sums.tokens, self._squared_norm(), time.perf_counter() - start)
 
     def _squared_norm(self) -> float:
-        """Of this member's reduced gradient shards; replicas hold the same ones, and the first answers for them."""
+        """Of the reduced gradient shards that this member answers for; of replicas, which hold the same, the first."""
         if self.me.r > 0:
             return 0.0
-        return sum(float(torch.linalg.vector_norm(chunk.flat.gradient)) ** 2 for chunk in self.engine.chunks)
+        return sum(float(torch.linalg.vector_norm(flat.gradient)) ** 2 for flat in self._answered_for())
 
     def flush(self, decision: Decision | None) -> None:
         """Commit or skip the step that ``decision`` is about; None: nothing is open."""
         if decision is None or not decision.commit:
             return
-        train = self.config.train
-        lr = learning_rate(
-            decision.step,
-            steps=train.steps,
-            lr=train.lr,
-            warmup_steps=train.warmup_steps,
-            min_lr_ratio=train.min_lr_ratio,
-        )
-        self._optimizer.update(lr, decision.factor)
+        self._optimizer.update(learning_rate(decision.step, self.config.train), decision.factor)
 
     def evaluate(self, progress: Callable[[int], None] = lambda position: None) -> tuple[float, int]:
         """Forward only over the held-out part, under the pipeline:
@@ -173,17 +184,16 @@ class StageMember:
             self._links.close()
 
     def report(self) -> Report:
-        buffers = self.engine.buffers
-        return Report(self.counters, self._measured, buffers.peak_open, buffers.allocated)
+        return Report(self.counters, self._measured, self._buffers.peak_open, self._buffers.allocated)
 
-    def _units(self) -> list[FlatChunk]:
-        """The flat units whose parameters this stage answers for in a checkpoint."""
-        return [chunk.flat for chunk in self.engine.chunks]
+    def _answered_for(self) -> list[FlatParameters]:
+        """What this stage counts in the norm and saves in a checkpoint: of what several stages hold, the lowest."""
+        return [flat for flat in self.engine.sets if flat.stages[0] == self.me.p]
 
     def copies(self) -> list[ParameterCopy]:
         """Copies of what this member holds of its parameters and moments, as they are committed; for a checkpoint."""
         copies = []
-        for flat in self._units():
+        for flat in self._answered_for():
             for slot in flat.slots:
                 pieces = {"weights": flat.shard[flat.place(slot)].clone()}
                 pieces |= {name: piece.clone() for name, piece in self._optimizer.moments(flat, slot).items()}
@@ -205,22 +215,35 @@ class StageMember:
 
         Comes after the first join.
         """
-        for chunk in self.engine.chunks:
-            flat = chunk.flat
+        self.set_weights(checkpoint.tensor)
+        for flat in self.engine.sets:
             for slot in flat.slots:
                 low, high = flat.piece(slot, self.me.f)
                 if low < high:
-                    flat.shard[flat.place(slot)] = checkpoint.tensor(slot.name).view(-1)[low:high]
                     for name, piece in self._optimizer.moments(flat, slot).items():
                         piece.copy_(checkpoint.tensor(f"{name}.{slot.name}").view(-1)[low:high])
         self._optimizer.set_commits(checkpoint.manifest.progress.commits)
+
+    @torch.no_grad()
+    def set_weights(self, weight: Callable[[str], torch.Tensor]) -> None:
+        """Take this member's pieces of the whole parameters that ``weight`` gives by full name, one at a time.
+
+        Comes after the first join.
+        """
+        for flat in self.engine.sets:
+            for slot in flat.slots:
+                low, high = flat.piece(slot, self.me.f)
+                if low < high:
+                    flat.shard[flat.place(slot)] = weight(slot.name).view(-1)[low:high].to(self._dtype)
 
     def named_shards(self, what: str = "weights") -> Iterator[tuple[str, int, torch.Tensor]]:
         """(full name, first element, piece) of every parameter part in this member's shards.
 
         ``what``: ``weights`` or ``gradients``.
         """
-        for flat in self._units():
+        for flat in self._answered_for():
+            if what == "gradients" and not flat.trained:
+                continue
             source = flat.shard if what == "weights" else flat.gradient
             for slot in flat.slots:
                 piece = source[flat.place(slot)]

@@ -1,15 +1,17 @@
-"""ZeRO-3 of one chunk: its parameters as one flat tensor, sharded over the members of the stage.
+"""ZeRO-3: parameters as one flat tensor, sharded over the members of the stage.
 
-The flat tensor has three ranges, so that what is treated alike lies together::
+What the same model chunks use is one *set* (:class:`FlatParameters`). A chunk's own parameters are a set; those that it
+shares with other chunks (tied embeddings) are sets apart, sharded alike at every stage that uses them; and frozen ones
+are sets apart, which have no gradient. The flat tensor has three ranges, so that what is treated alike lies together::
 
     deferred matrices (dW in W) | other matrices | vectors (norms, biases) | padding to a multiple of F
     `------------- weight decay ----------------'
                                 `---- gradient made by B: the side buffer ----'
 
 Member ``f`` owns elements ``[f * n, (f + 1) * n)``, ``n = padded / F``: the fp32 master weights, their moments and
-their reduced gradient. The full tensor exists between :meth:`FlatChunk.gather` and :meth:`FlatChunk.release` only.
-The model's own Parameters are views of it; a release shrinks the storage to nothing and a gather fills it again, so
-views that autograd has saved stay valid.
+their reduced gradient. The full tensor exists between :meth:`FlatParameters.gather` and :meth:`FlatParameters.release`
+only. The model's own Parameters are views of it; a release shrinks the storage to nothing and a gather fills it again,
+so views that autograd has saved stay valid.
 
 Flat shards: Rajbhandari et al., ZeRO, arXiv 1910.02054. Gradient buffers that open at the first ``W`` of a unit and are
 reduced after the last: Tang et al., ZeroPP, arXiv 2402.03791.
@@ -23,11 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zeropp_ray.comm.base import Counters, Group, Transfer
+from zeropp_ray.comm.base import Group, Transfer
 
 
 class Slot(NamedTuple):
-    """One parameter's place in the flat tensor of its chunk."""
+    """One parameter's place in the flat tensor of its set."""
 
     name: str
     parameter: nn.Parameter
@@ -36,22 +38,30 @@ class Slot(NamedTuple):
 
 
 class GradientBuffers:
-    """The unsharded gradient buffers of one member, shared by its chunks:
+    """Unsharded gradient buffers: one open, and one whose reduce is in flight.
 
-    one open, and one whose reduce is in flight.
+    The chunks of a member share one such pool for what is their own; each set that is shared by chunks has a pool.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        self.numel, self.dtype = numel, dtype
+    def __init__(self) -> None:
+        self._numel = 0
+        self.peak_open = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all buffers, those in use too: the step was aborted."""
         self._free: list[torch.Tensor] = []
         self.allocated = 0
         self.open = 0
-        self.peak_open = 0
 
-    def take(self, numel: int) -> torch.Tensor:
-        """A zeroed buffer [numel]; its whole storage has room for the largest chunk."""
+    def reserve(self, numel: int) -> None:
+        """A buffer shall have room for ``numel`` elements."""
+        self._numel = max(self._numel, numel)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed buffer [numel]; its whole storage has room for the largest set."""
         if not self._free:
-            self._free.append(torch.empty(self.numel, dtype=self.dtype))
+            self._free.append(torch.empty(self._numel, dtype=dtype))
             self.allocated += 1
         self.open += 1
         self.peak_open = max(self.peak_open, self.open)
@@ -66,13 +76,16 @@ class GradientBuffers:
         self._free.append(base if base is not None else buffer)
 
 
-class FlatChunk:
-    """The flat parameters of one chunk at one member.
+class FlatParameters:
+    """One set of parameters at one member: gathered, reduced and updated together.
 
     Args:
-        parameters: (full name, Parameter) of every parameter of the chunk, materialised, all of one dtype.
-        deferred: those whose gradient ``W`` computes.
-        stage: the group over which the chunk is sharded.
+        parameters: (full name, Parameter) of each, materialised, all of one dtype, all trained or all frozen.
+        deferred: those whose gradient ``W`` computes, others may be among them.
+        stage: the group over which the set is sharded.
+        buffers: where it takes its unsharded gradient from.
+        stages: which stages hold the set, ascending.
+        number: of the set in the model, the same at all of them.
     """
 
     def __init__(
@@ -80,10 +93,16 @@ class FlatChunk:
         parameters: Sequence[tuple[str, nn.Parameter]],
         deferred: Iterable[nn.Parameter],
         stage: Group,
-        counters: Counters,
+        buffers: GradientBuffers,
+        *,
+        stages: Sequence[int],
+        shared: bool = False,
+        number: int = 0,
     ) -> None:
-        self._stage, self._counters = stage, counters
-        deferred = set(deferred)  # by identity; tensors in a list would be compared by value
+        self._stage, self._buffers = stage, buffers
+        self.stages, self.shared, self.number = tuple(stages), shared, number
+        self.trained = parameters[0][1].requires_grad
+        deferred = set(deferred) if self.trained else set()  # by identity; a list would compare tensors by value
 
         def region(item: tuple[str, nn.Parameter]) -> int:
             return 0 if item[1] in deferred else 1 if item[1].ndim >= 2 else 2
@@ -96,38 +115,36 @@ class FlatChunk:
         self.numel = offset
         self.padded = -(-offset // stage.size) * stage.size
         self.shard_numel = self.padded // stage.size
-        self.deferred_numel = sum(s.numel for s in self.slots if s.parameter in deferred)
-        self.decayed_numel = sum(s.numel for s in self.slots if s.parameter.ndim >= 2)
-        self._bind(deferred)
+        self._deferred = [slot for slot in self.slots if slot.parameter in deferred]
+        self.deferred_numel = sum(slot.numel for slot in self._deferred)
+        self.decayed_numel = sum(slot.numel for slot in self.slots if slot.parameter.ndim >= 2)
+        self._bind()
 
     @torch.no_grad()
-    def _bind(self, deferred: set[nn.Parameter]) -> None:
+    def _bind(self) -> None:
         """Move the parameters into the flat tensor, keep this member's shard of it, and leave it released."""
-        first = self.slots[0].parameter
-        self._full = torch.zeros(self.padded, dtype=first.dtype)
-        self._side = torch.zeros(self.numel - self.deferred_numel, dtype=first.dtype)
+        self._full = torch.zeros(self.padded, dtype=self.slots[0].parameter.dtype)
+        self._side = self._full.new_zeros(self.numel - self.deferred_numel if self.trained else 0)
         for slot in self.slots:
             shape = slot.parameter.shape
             view = self._full[slot.offset : slot.offset + slot.numel]
             view.copy_(slot.parameter.reshape(-1))
             slot.parameter.data = view.view(shape)
-            if slot.parameter not in deferred:  # autograd adds to .grad in place
-                start = slot.offset - self.deferred_numel
+            start = slot.offset - self.deferred_numel
+            if self.trained and start >= 0:  # autograd adds to .grad in place
                 slot.parameter.grad = self._side[start : start + slot.numel].view(shape)
         begin = self._stage.rank * self.shard_numel
         self.shard = self._full[begin : begin + self.shard_numel].clone()
-        self.gradient = torch.zeros_like(self.shard)
+        self.gradient = self.shard.new_zeros(self.shard_numel if self.trained else 0)
+        if self.trained:
+            self._buffers.reserve(self.padded)
         self._storage = self._full.untyped_storage()
         self._bytes = self._storage.nbytes()
         self._storage.resize_(0)
-        self.resident = False
+        self._users = 0  # chunks that have gathered the set and not released it
         self._gathering: Transfer | None = None
         self._buffer: torch.Tensor | None = None
         self._views: dict[nn.Parameter, torch.Tensor] = {}
-
-    @property
-    def deferred(self) -> list[nn.Parameter]:
-        return [slot.parameter for slot in self.slots if slot.offset < self.deferred_numel]
 
     @property
     def decayed_in_shard(self) -> int:
@@ -135,65 +152,77 @@ class FlatChunk:
         begin = self._stage.rank * self.shard_numel
         return min(max(self.decayed_numel - begin, 0), self.shard_numel)
 
+    @property
+    def moved_bytes(self) -> int:
+        """Payload of one gather or reduce at this member."""
+        return (self._stage.size - 1) * self.shard.nbytes
+
     def rebind(self, stage: Group) -> None:
         """Use the groups of a new epoch; the shard stays."""
         self._stage = stage
 
-    def _moved_bytes(self) -> int:
-        return (self._stage.size - 1) * self.shard_numel * self.shard.element_size()
-
     @torch.no_grad()
-    def gather(self) -> None:
-        """Post the all-gather of the full parameters; :meth:`ready` waits for it."""
-        assert not self.resident, "gathered twice"
+    def gather(self) -> bool:
+        """Post the all-gather of the full parameters; :meth:`ready` waits for it.
+
+        False if they are there already, for another chunk.
+        """
+        assert self.shared or not self._users, "gathered twice"
+        self._users += 1
+        if self._users > 1:
+            return False
         self._storage.resize_(self._bytes)
         # .data has a version counter of its own: refilling is not a change that autograd should notice.
         self._gathering = self._stage.all_gather(self._full.data, self.shard)
-        self.resident = True
-        self._counters.gathers += 1
-        self._counters.gathered_bytes += self._moved_bytes()
+        return True
 
     def ready(self) -> None:
         """Before a use of the parameters."""
-        assert self.resident, "used while not resident"
+        assert self._users, "used while not resident"
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
 
-    def release(self) -> None:
+    def release(self) -> bool:
+        """One chunk needs them no longer. True if it was the last, and they are gone."""
         self.ready()
-        self._storage.resize_(0)
-        self.resident = False
+        self._users -= 1
+        if not self._users:
+            self._storage.resize_(0)
+        return not self._users
 
-    def open_gradient(self, buffers: GradientBuffers) -> dict[nn.Parameter, torch.Tensor]:
+    def open_gradient(self) -> dict[nn.Parameter, torch.Tensor]:
         """Views of the unsharded gradient buffer by deferred parameter;
 
         opened, zeroed, at the first ``W`` of a unit.
         """
         if self._buffer is None:
-            self._buffer = buffers.take(self.padded)
-            for slot in self.slots:
-                if slot.offset < self.deferred_numel:
-                    piece = self._buffer[slot.offset : slot.offset + slot.numel]
-                    self._views[slot.parameter] = piece.view(slot.parameter.shape)
+            self._buffer = self._buffers.take(self.padded, self.shard.dtype)
+            for slot in self._deferred:
+                piece = self._buffer[slot.offset : slot.offset + slot.numel]
+                self._views[slot.parameter] = piece.view(slot.parameter.shape)
         return self._views
 
-    def reduce(self, buffers: GradientBuffers, *, last: bool) -> PendingReduce:
+    @torch.no_grad()
+    def reduce(self, *, last: bool) -> PendingReduce:
         """Post the reduce of the open buffer into :attr:`gradient`;
 
         the ``last`` one of a step takes the side buffer along.
         """
         buffer = self._buffer
         assert buffer is not None, "a reduce without a W before it"
+        for slot in self._deferred:
+            # What the model did by hand with a deferred weight, functional.linear(x, layer.weight), autograd added up.
+            if slot.parameter.grad is not None:
+                self._views[slot.parameter].add_(slot.parameter.grad)
+                slot.parameter.grad = None
         if last:
             buffer[self.deferred_numel : self.numel].copy_(self._side)
         self._buffer = None
         self._views.clear()
         transfer = self._stage.reduce_scatter(buffer, self.gradient)
-        buffers.posted()
-        self._counters.reduces += 1
-        self._counters.reduced_bytes += self._moved_bytes()
-        return PendingReduce(transfer, buffer, buffers)
+        self._buffers.posted()
+        return PendingReduce(transfer, buffer, self._buffers)
 
     def zero_gradient(self) -> None:
         """At the start of a step."""
@@ -204,8 +233,11 @@ class FlatChunk:
         """Forget what an aborted step left: residency, an open buffer, posted transfers."""
         self._buffer, self._gathering = None, None
         self._views.clear()
+        for slot in self._deferred:
+            slot.parameter.grad = None
         self._storage.resize_(0)
-        self.resident = False
+        self._users = 0
+        self._buffers.reset()
 
     def piece(self, slot: Slot, rank: int) -> tuple[int, int]:
         """Which elements of ``slot`` lie in the shard of member ``rank`` of the stage: from, up to; equal if none."""

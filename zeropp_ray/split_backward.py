@@ -3,9 +3,9 @@ weights).
 
 Every ``nn.Linear`` and ``nn.Embedding`` of a chunk keeps its module, its parameters and its name; only the instance's
 ``forward`` is replaced by one whose backward *stashes* what the weight gradient needs (input and output gradient)
-instead of computing it. The stash belongs to the chunk (:class:`WeightQueue`), one list per micro-batch, and ``W``
-empties it straight into the chunk's flat gradient buffer. Whatever else has parameters (norms, biases, a user's own)
-gets its gradient in ``B`` as ever.
+instead of computing it. The stash belongs to the running engine (:class:`WeightQueue`), one list per chunk and
+micro-batch, and ``W`` empties it straight into flat gradient buffers. Whatever else has parameters (norms, biases, a
+user's own), and whatever else is done with a deferred weight, gets its gradient in ``B`` as ever.
 
 The split into B and W: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241; its use here: Tang et al.,
 ZeroPP, arXiv 2402.03791. Walking the autograd graph instead, as ``torch.distributed.pipelining`` does, costs about
@@ -15,7 +15,7 @@ three times as much under activation checkpointing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -23,12 +23,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+Key = tuple[int, int]  # chunk and micro-batch
+
 
 class WeightQueue:
-    """The deferred weight gradients of one chunk, by micro-batch. Empty at the end of every step."""
+    """The deferred weight gradients of one member, by chunk and micro-batch. Empty at the end of every step."""
 
     def __init__(self) -> None:
-        self._items: dict[int, list[tuple[str, nn.Parameter, torch.Tensor, torch.Tensor]]] = {}
+        self._items: dict[Key, list[tuple[str, nn.Parameter, torch.Tensor, torch.Tensor]]] = {}
         self._recording: list[tuple[str, nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
 
     def __len__(self) -> int:
@@ -39,19 +41,11 @@ class WeightQueue:
         self._items.clear()
 
     @contextmanager
-    def recording(self, microbatch: int, deferred: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Collect what the backward inside stashes as the ``W`` of ``microbatch``.
-
-        A deferred parameter that the model also uses by hand (``functional.linear(x, layer.weight)``) receives that
-        part of its gradient from autograd, in ``.grad``; it joins the queue, so that each gradient takes one way only.
-        """
-        self._recording = self._items.setdefault(microbatch, [])
+    def recording(self, key: Key) -> Iterator[None]:
+        """Collect what the backward inside stashes as the ``W`` of ``key``."""
+        self._recording = self._items.setdefault(key, [])
         try:
             yield
-            for parameter in deferred:
-                if parameter.grad is not None:
-                    self._recording.append(("direct", parameter, parameter.grad, parameter.grad))
-                    parameter.grad = None
         finally:
             self._recording = None
 
@@ -61,18 +55,14 @@ class WeightQueue:
         self._recording.append((kind, parameter, x, dy))
 
     @torch.no_grad()
-    def run(self, microbatch: int, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """``W``: add the weight gradients of ``microbatch`` to ``gradients``, views of the chunk's flat gradient
-        buffer.
-        """
-        for kind, parameter, x, dy in self._items.pop(microbatch):
+    def run(self, key: Key, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """``W``: add the weight gradients of ``key`` to ``gradients``, views of flat gradient buffers."""
+        for kind, parameter, x, dy in self._items.pop(key):
             gradient = gradients[parameter]
             if kind == "linear":  # dW [out, in] += dy^T x; accumulates in place, without a temporary
                 gradient.addmm_(dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
-            elif kind == "embedding":
-                gradient.index_add_(0, x.reshape(-1), dy.reshape(-1, dy.shape[-1]))
             else:
-                gradient.add_(x)
+                gradient.index_add_(0, x.reshape(-1), dy.reshape(-1, dy.shape[-1]))
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -81,10 +71,10 @@ class _DeferredLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, queue: WeightQueue
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        # The Parameter itself: under checkpointing a saved tensor comes back detached, and the buffer's views hang on
-        # it.
+        # The Parameter itself: under checkpointing a saved tensor comes back detached.
         ctx.weight, ctx.queue = weight, queue
-        return functional.linear(x, weight, bias)
+        # Not a view, which it is inside a Function: whoever called may work on it in place, as on any Linear's output.
+        return functional.linear(x, weight, bias).data
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -114,6 +104,10 @@ class _DeferredEmbedding(torch.autograd.Function):
 
 
 def _linear(module: nn.Linear, queue: WeightQueue, x: torch.Tensor) -> torch.Tensor:
+    if torch.is_autocast_enabled(x.device.type):  # casts what it is given; autograd knows how to undo that
+        return functional.linear(x, module.weight, module.bias)
+    if isinstance(x._base if x._is_view() else x, nn.Parameter):
+        x = x.clone()  # parameters are released before W
     return _DeferredLinear.apply(x, module.weight, module.bias, queue)
 
 
@@ -121,19 +115,29 @@ def _embedding(module: nn.Embedding, queue: WeightQueue, ids: torch.Tensor) -> t
     return _DeferredEmbedding.apply(ids, module.weight, module.padding_idx, queue)
 
 
-def defer(modules: Iterable[nn.Module], queue: WeightQueue) -> list[nn.Parameter]:
-    """Let every plain Linear and Embedding among ``modules`` stash its weight gradient in ``queue``.
+def can_defer(module: nn.Module) -> bool:
+    """Whether the weight gradient of ``module`` can wait: a plain Linear or Embedding that trains a weight of its own.
 
-    Returns those weights. A subclass, a parametrized layer or an Embedding with ``max_norm``, ``sparse`` or
+    A subclass, a parametrized layer, a replaced ``forward``, a weight with hooks, or an Embedding with ``max_norm``, ``sparse`` or
     ``scale_grad_by_freq`` means something else by its forward or its gradient and is left to autograd.
     """
-    weights: dict[nn.Parameter, None] = {}
+    weight = module._parameters.get("weight")  # under weight_norm and its kind ``weight`` is no parameter
+    if weight is None or not weight.requires_grad or "forward" in vars(module):
+        return False
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return False
+    if type(module) is nn.Embedding:
+        return not (module.max_norm or module.sparse or module.scale_grad_by_freq)
+    return type(module) is nn.Linear
+
+
+def defer(model: nn.Module, queue: WeightQueue) -> list[nn.Parameter]:
+    """Let every module of ``model`` that can stash its weight gradient in ``queue``. Returns those weights.
+
+    They are the same at every stage, whichever part of the model it owns.
+    """
+    modules = [module for module in model.modules() if can_defer(module)]
     for module in modules:
-        if type(module) is nn.Linear:
-            module.forward = functools.partial(_linear, module, queue)  # type: ignore[method-assign]
-        elif type(module) is nn.Embedding and not (module.max_norm or module.sparse or module.scale_grad_by_freq):
-            module.forward = functools.partial(_embedding, module, queue)  # type: ignore[method-assign]
-        else:
-            continue
-        weights[cast(nn.Parameter, module.weight)] = None
-    return list(weights)
+        forward = _linear if isinstance(module, nn.Linear) else _embedding
+        module.forward = functools.partial(forward, module, queue)  # type: ignore[arg-type]
+    return list(dict.fromkeys(cast(nn.Parameter, module.weight) for module in modules))

@@ -13,13 +13,13 @@ and the manifest are on disk: what is visible is whole. Loading executes no code
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from zeropp_ray.files import sync
 
 VERSION = 1
 NAME = "manifest.json"
@@ -79,23 +79,6 @@ class Manifest:
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def publish(partial: Path, final: Path, manifest: Manifest) -> None:

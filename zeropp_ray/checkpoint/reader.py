@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zeropp_ray.checkpoint.manifest import NAME, Manifest, sha256_of
+from zeropp_ray.checkpoint.manifest import NAME, Manifest
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.files import sha256_of
 from zeropp_ray.optim import MOMENTS
 
 CHECKPOINTS = "checkpoints"
@@ -167,10 +168,16 @@ def folder_of_run(where: Path) -> Path:
 
 
 def load_model(checkpoint: Checkpoint) -> torch.nn.Module:
-    """The whole model in this process, in eval mode, with the weights of ``checkpoint``."""
-    from zeropp_ray.models import resolve_factory
+    """The whole model in this process, in eval mode, with the weights of ``checkpoint``.
 
-    model = resolve_factory(checkpoint.config.model)()
+    Its buffers are made as those of the run were, from the run's seed.
+    """
+    from zeropp_ray.models import build_owned, cut_model, describe, resolve_factory
+
+    config = checkpoint.config
+    factory = resolve_factory(config.model)
+    description = describe(factory, config.model.seq_len, seed=config.run.seed)
+    model = build_owned(factory, description, cut_model(description, 1), [0], seed=config.run.seed).model
     names = dict(model.named_parameters())
     missing = names.keys() ^ checkpoint.manifest.shapes.keys()
     if missing:

@@ -24,8 +24,11 @@ def resumed(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
     if changed & {
         f"parallel.{name}" for name in ("stages", "chunks", "microbatches", "microbatch_size", "shards", "replicas")
     }:
-        for automatic in {"parallel.unit", "parallel.memory_limit"} - changed:  # were resolved for the old layout
-            values["parallel"][automatic.partition(".")[2]] = 0
+        automatic = {"parallel.unit", "parallel.memory_limit"}  # were resolved for the old layout
+        if values["train"].get("tokens_per_step"):
+            automatic.add("parallel.microbatches")  # follow from the budget
+        for name in automatic - changed:
+            values["parallel"][name.partition(".")[2]] = 0
     config = overridden(values, overrides).resolved()
     was = checkpoint.config.resolved()
     differs = _differences("model", was.model, config.model)

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from zeropp_ray.checkpoint.manifest import FileEntry, sha256_of, sync
+from zeropp_ray.checkpoint.manifest import FileEntry
 from zeropp_ray.comm.base import Group
+from zeropp_ray.files import sha256_of, sync
 from zeropp_ray.layout import Member
 
 

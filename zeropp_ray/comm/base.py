@@ -30,12 +30,22 @@ class Transfer(Protocol):
 
 @dataclass
 class Counters:
-    """Operations and logical payload bytes of one member."""
+    """Operations and logical payload bytes of one member.
+
+    ``gathers`` and ``reduces`` are those of the program, one for a chunk with all that is its own. What chunks share
+    is gathered and reduced with them and counted apart, and *exchanged* between the stages that use it.
+    """
 
     gathers: int = 0
     gathered_bytes: int = 0
     reduces: int = 0
     reduced_bytes: int = 0
+    shared_gathers: int = 0
+    shared_gathered_bytes: int = 0
+    shared_reduces: int = 0
+    shared_reduced_bytes: int = 0
+    shared_exchanges: int = 0
+    shared_exchanged_bytes: int = 0
     replica_reduces: int = 0
     replica_reduced_bytes: int = 0
     sends: int = 0

@@ -127,7 +127,10 @@ def connect(at: Rendezvous, layout: Layout, me: Member, *, host: str) -> Links:
     """
     timeout = timedelta(seconds=at.timeout_s)
     gloo: Any = dist.ProcessGroupGloo  # its type stubs lack half of what it has
-    store = dist.TCPStore(at.host, at.port, is_master=False, timeout=timeout)
+    try:
+        store = dist.TCPStore(at.host, at.port, is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise PeerLost(f"the driver at {at.host}:{at.port} was not reached within {at.timeout_s:g} s") from error
 
     def form(name: str, rank: int, size: int) -> GlooGroup:
         if size == 1:

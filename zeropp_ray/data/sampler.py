@@ -14,6 +14,8 @@ import torch
 
 from zeropp_ray.config import RunConfig
 from zeropp_ray.data.corpus import Corpus
+from zeropp_ray.data.shuffle import Shuffle
+from zeropp_ray.data.store import Tokens
 
 IGNORE = -100
 """Label of a token that does not count in the loss."""
@@ -24,7 +26,8 @@ class SampleOrder:
 
     An epoch is a random permutation of windows that lie side by side, so no token between its first and last window is
     skipped or seen twice. The row of windows starts at a random offset, so that epochs cut the text differently and
-    what is left over at its ends changes. Both are drawn from (seed, epoch) alone.
+    what is left over at its ends changes. Both are drawn from (seed, epoch) alone, and neither takes memory or time
+    that grows with the text.
     """
 
     def __init__(self, length: int, seq_len: int, seed: int) -> None:
@@ -38,13 +41,16 @@ class SampleOrder:
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
         """Window starts of global sample numbers; int64 [n] -> int64 [n]."""
-        epochs, places = np.divmod(numbers, self.per_epoch)
-        return np.array([self._epoch(int(e))[p] for e, p in zip(epochs, places, strict=True)], dtype=np.int64)
+        return np.array([self._start(number) for number in numbers.tolist()], dtype=np.int64)
 
-    def _draw(self, epoch: int) -> np.ndarray:
+    def _start(self, number: int) -> int:
+        epoch, place = divmod(number, self.per_epoch)
+        offset, shuffle = self._epoch(epoch)
+        return offset + self.seq_len * shuffle[place]
+
+    def _draw(self, epoch: int) -> tuple[int, Shuffle]:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, epoch])))
-        offset = random.integers(self._offsets)
-        return offset + self.seq_len * random.permutation(self.per_epoch)
+        return int(random.integers(self._offsets)), Shuffle(self.per_epoch, [self.seed, epoch])
 
 
 class Batches:
@@ -84,6 +90,6 @@ class Batches:
         first = ((step * self._microbatches + m) * self._members + self._member) * self._size
         return np.arange(first, first + self._size)
 
-    def _windows(self, text: np.ndarray, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def _windows(self, text: Tokens, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = text[starts[:, None] + np.arange(self._seq_len + 1)].astype(np.int64)
         return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy())

@@ -1,4 +1,4 @@
-"""Models: the layered-model protocol, Llama, and how a model is described, cut in chunks and built by its stages."""
+"""Models: the layered-model protocol, the built-in families, and how a model is described, cut and built by stages."""
 
 from zeropp_ray.models.build import ModelChunk, OwnedModel, build_owned
 from zeropp_ray.models.cut import chunk_costs, cut, cut_model

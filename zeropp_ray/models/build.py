@@ -2,7 +2,8 @@
 
 The model is built on the meta device, where it costs no memory. Then each module that owns something is materialised
 and initialised on its own, under a generator seeded from the run seed and the module's full name. So a weight starts
-with the same bytes whoever owns it and whatever else they own.
+with the same bytes whoever owns it and whatever else they own. A parameter that several modules hold starts as the
+first of them makes it: modules are initialised from the last to the first.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """A module's own parameters and buffers, without those of its children."""
-    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    return {key: tensor for key, tensor in {**module._parameters, **module._buffers}.items() if tensor is not None}
 
 
 def initialiser(model: Any, module: nn.Module) -> Callable[[], Any] | None:
@@ -64,12 +65,7 @@ class ModelChunk:
     blocks: range
     first: bool
     last: bool
-    parameters: tuple[tuple[str, nn.Parameter], ...]  # (full name, parameter): embed, blocks in order, head
-
-    def modules(self) -> list[nn.Module]:
-        """The modules that hold the chunk's parameters themselves, each once, in that order."""
-        names = dict.fromkeys(name.rpartition(".")[0] for name, _ in self.parameters)
-        return [self.model.get_submodule(name) for name in names]
+    parameters: tuple[tuple[str, nn.Parameter], ...]  # all that it uses, by full name: embed, blocks in order, head
 
     def __call__(self, x: Tensor) -> Tensor:
         """`ids [b, s]` on the first chunk, else `h [b, s, h]`, to `h`, or to `logits [b, s, vocab]` on the last."""
@@ -102,23 +98,41 @@ def build_owned(
     Initialised in the model's own dtype, then floating-point tensors are converted to `dtype`.
     A model that cannot be built on meta (`description.whole` says why) is built whole under `seed` and pruned.
     """
-    names = {c: [n for part in description.parts_of(ranges, c) for n in part.parameters] for c in sorted(owned)}
-    kept = {name for chunk in names.values() for name in chunk}
+    names = {
+        c: list(dict.fromkeys(name for part in description.parts_of(ranges, c) for name in part.parameters))
+        for c in sorted(owned)
+    }
     with seeded(seed) if description.whole else torch.device("meta"):
         model = factory()
 
-    blocks = {i for c in names for i in ranges[c]}
-    elsewhere = {module for i, block in enumerate(model.blocks) if i not in blocks for module in block.modules()}
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        wanted = {key for key in own_tensors(module) if prefix + key in kept}
-        if module not in elsewhere:  # buffers have no owner: all but those inside of blocks of others are kept
-            wanted |= {key for key, _ in module.named_buffers(recurse=False)}
-        if wanted and not description.whole:
-            module.to_empty(device="cpu", recurse=False)
-            with seeded(module_seed(seed, name)), torch.no_grad():
-                initialiser(model, module)()  # type: ignore[misc]
-        _keep(module, wanted, dtype)
+    # All as built; what replaces a tensor takes all its places, so that what is tied stays tied.
+    own = {name: (module, own_tensors(module)) for name, module in model.named_modules()}
+    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for module, tensors in own.values():
+        for key, tensor in tensors.items():
+            places.setdefault(tensor, []).append((module, key))
+
+    parameters = dict(model.named_parameters())
+    kept: set[Tensor] = {parameters[name] for chunk in names.values() for name in chunk}
+    blocks = {model.blocks[i] for c in names for i in ranges[c]}
+    for _, module in model.named_modules(memo=set(model.blocks) - blocks):
+        kept.update(module.buffers(recurse=False))  # they have no owner: all but those of foreign blocks alone
+
+    made: dict[Tensor, Tensor] = {}
+    for name, (module, tensors) in reversed(own.items()):
+        if description.whole or kept.isdisjoint(tensors.values()):
+            continue
+        for tensor in tensors.values():
+            if tensor not in made:
+                made[tensor] = _put(torch.empty_like(tensor, device="cpu"), tensor, places[tensor])
+        with seeded(module_seed(seed, name)), torch.no_grad():
+            initialiser(model, module)()  # type: ignore[misc]
+    for tensor, where in places.items():
+        new = made.pop(tensor, tensor)
+        if tensor in kept:  # the same object, for the model may hold it in other ways too
+            new.data = new.data.to(dtype if tensor.is_floating_point() else tensor.dtype)
+        else:
+            _put(new.detach().to("meta"), tensor, where)
 
     parameters, last = dict(model.named_parameters()), len(ranges) - 1
     chunks = {
@@ -128,11 +142,10 @@ def build_owned(
     return OwnedModel(model, chunks)
 
 
-@torch.no_grad()
-def _keep(module: nn.Module, wanted: set[str], dtype: torch.dtype) -> None:
-    """Convert a module's own `wanted` tensors to `dtype`, if they are floating-point; put its others on meta."""
-    for name, tensor in own_tensors(module).items():
-        new = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        new = new if name in wanted else new.to("meta")
-        if new is not tensor:
-            setattr(module, name, nn.Parameter(new) if isinstance(tensor, nn.Parameter) else new)
+def _put(new: Tensor, old: Tensor, places: Iterable[tuple[nn.Module, str]]) -> Tensor:
+    """Set `new` in all places of `old`, as what that was: a buffer, or a Parameter, frozen or not."""
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    for module, key in places:
+        setattr(module, key, new)
+    return new

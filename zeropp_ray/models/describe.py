@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.models.build import initialiser, own_tensors, seeded
 from zeropp_ray.models.layered import Factory
+from zeropp_ray.split_backward import can_defer
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,11 @@ class Part:
     """The embedding, one block, or the head."""
 
     name: str
-    parameters: dict[str, tuple[int, ...]]  # full name -> shape, in the model's order
+    parameters: dict[str, tuple[int, ...]]  # full name -> shape of all that it uses, in the model's order
     flops: int  # of the forward, per sequence
     linear_flops: int  # those of them in `nn.Linear`, whose weight gradient is deferred
+    frozen_flops: int  # those of them in a frozen `nn.Linear`, which has no weight gradient
+    backward: bool  # whether anything up to here is trained, so that a backward comes through
     saved_elements: int  # elements that autograd keeps from the forward of one sequence, parameters aside
 
     @property
@@ -41,7 +44,27 @@ class Part:
     @property
     def cost(self) -> tuple[int, int, int]:
         """FLOPs per sequence of (F, B, W): the gradient of an input costs a forward, and so does that of a weight."""
-        return self.flops, 2 * self.flops - self.linear_flops, self.linear_flops
+        gradients = (2 * self.flops - self.frozen_flops) * self.backward
+        return self.flops, gradients - self.linear_flops, self.linear_flops
+
+
+@dataclass(frozen=True)
+class ParameterSet:
+    """Parameters that the same model chunks use, all trained or all frozen. They are sharded and gathered together."""
+
+    chunks: tuple[int, ...]  # model chunks, ascending
+    trained: bool
+    shapes: dict[str, tuple[int, ...]]  # by full name
+
+    @property
+    def shared(self) -> bool:
+        """Whether several chunks use it, as with tied embeddings; else it is one chunk's own."""
+        return len(self.chunks) > 1
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
 @dataclass(frozen=True)
@@ -54,6 +77,8 @@ class ModelDescription:
     seq_len: int
     hidden: int
     vocab: int
+    frozen: frozenset[str]  # parameters with requires_grad=False
+    deferred: frozenset[str]  # those whose gradient `W` computes
     whole: str = ""  # why the model cannot be built on the meta device; empty if it can
 
     @property
@@ -62,8 +87,8 @@ class ModelDescription:
 
     @property
     def elements(self) -> int:
-        """Number of parameters."""
-        return sum(part.elements for part in self.parts)
+        """Number of parameters; one that is shared counts once."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -76,12 +101,24 @@ class ModelDescription:
         last = (self.head,) if chunk == len(ranges) - 1 else ()
         return (*first, *(self.blocks[i] for i in ranges[chunk]), *last)
 
+    def sets(self, ranges: Sequence[range]) -> tuple[ParameterSet, ...]:
+        """All parameters by the model chunks that use them, trained and frozen apart."""
+        users: dict[str, dict[int, None]] = {}
+        for chunk in range(len(ranges)):
+            for part in self.parts_of(ranges, chunk):
+                for name in part.parameters:
+                    users.setdefault(name, {})[chunk] = None
+        sets: dict[tuple[tuple[int, ...], bool], dict[str, tuple[int, ...]]] = {}
+        for name, shape in self.shapes.items():
+            sets.setdefault((tuple(users[name]), name not in self.frozen), {})[name] = shape
+        return tuple(ParameterSet(chunks, trained, shapes) for (chunks, trained), shapes in sets.items())
+
 
 def describe(factory: Factory, seq_len: int, *, seed: int = 0) -> ModelDescription:
     """Try the model on one sequence of `seq_len` tokens: on the meta device, or, if it cannot, whole on the CPU.
 
-    `ConfigError` when the model breaks the layered-model protocol, or needs what is not supported yet: parameters that
-    are shared, frozen or unused, random numbers or changed buffers in the forward.
+    `ConfigError` when the model breaks the layered-model protocol, or needs what is not supported: parameters that
+    are unused or no plain ones, random numbers, changed buffers or parameters in the forward.
     """
     whole = ""
     try:
@@ -128,7 +165,10 @@ def _obstacle(model: nn.Module) -> str:
     An initialiser has to write all of its module's own tensors and no others: else a weight would start as garbage, or
     in a way that depends on what else the member owns.
     """
-    owner = {_storage(tensor): module for module in model.modules() for tensor in own_tensors(module).values()}
+    holders: dict[int, list[nn.Module]] = {}  # of each tensor, in the model's order
+    for module in model.modules():
+        for tensor in own_tensors(module).values():
+            holders.setdefault(_storage(tensor), []).append(module)
     for name, module in model.named_modules():
         kind = f"{name or 'the model'} ({type(module).__name__})"
         plain = [value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")]
@@ -136,13 +176,17 @@ def _obstacle(model: nn.Module) -> str:
             return f"{kind} keeps a tensor that is neither a parameter nor a buffer"
         if not own_tensors(module):
             continue
+        if not hasattr(model, "init_module") and not all(p.requires_grad for p in module.parameters(recurse=False)):
+            return f"{kind} has a frozen parameter, whose values only the constructor knows as there is no init_module"
         initialise = initialiser(model, module)
         if initialise is None:
             return f"{kind} has parameters or buffers of its own and no reset_parameters()"
         with _Watch() as watch, torch.no_grad():
             initialise()
-        missed = [key for key, tensor in own_tensors(module).items() if _storage(tensor) not in watch.written]
-        if not missed and all(owner.get(storage, module) is module for storage in watch.written):
+        own = {key: _storage(tensor) for key, tensor in own_tensors(module).items()}
+        # What is shared starts as the first module that holds it makes it; the others need not.
+        missed = [key for key, at in own.items() if at not in watch.written and holders[at][0] is module]
+        if not missed and all(module in holders.get(at, [module]) for at in watch.written):
             continue
         fault = f"leaves its {missed[0]} as it was" if missed else "writes to other modules too"
         if hasattr(model, "init_module"):
@@ -154,15 +198,17 @@ def _obstacle(model: nn.Module) -> str:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes which storages are written in place, and whether random numbers are drawn."""
+    """Notes which storages are read, which are written in place, and whether random numbers are drawn."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.read: set[int] = set()  # written in place or not
         self.written: set[int] = set()
         self.random = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.read |= {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         arguments = func._schema.arguments
         given = (
             {a.name: a.default_value for a in arguments}
@@ -193,13 +239,27 @@ def _probe(model: Any, seq_len: int, device: torch.device, whole: str) -> ModelD
     logits = trial.run("head", model.head, h)
     if logits.ndim != 3 or logits.shape[:2] != (1, seq_len):
         raise _refuse(f"head returns {_kind(logits)}; it must return logits [1, {seq_len}, vocabulary]")
-    unused = [name for name in trial.names.values() if name not in trial.users]
+    used = trial.trained | trial.frozen & {name for part in trial.parts for name in part.parameters}
+    unused = [name for name in trial.names.values() if name not in used]
     if unused:
         raise _refuse(
             f"no part uses {unused[0]} to make the logits; unused parameters are not supported yet, remove it"
         )
+    if not trial.trained:
+        raise _refuse("all parameters have requires_grad=False, there is nothing to train; leave it True for some")
+    deferred = {trial.names[module.weight] for module in model.modules() if can_defer(module)}
     embed, *blocks, head = trial.parts
-    return ModelDescription(embed, tuple(blocks), head, seq_len, h.shape[-1], logits.shape[-1], whole)
+    return ModelDescription(
+        embed,
+        tuple(blocks),
+        head,
+        seq_len,
+        h.shape[-1],
+        logits.shape[-1],
+        frozenset(trial.frozen),
+        frozenset(deferred),
+        whole,
+    )
 
 
 class _Trial:
@@ -207,25 +267,31 @@ class _Trial:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.names: dict[int, str] = {}  # id of a parameter -> its full name
-        self.users: dict[str, str] = {}  # full name -> the part that uses it
+        self.names: dict[Tensor, str] = {
+            parameter: name for name, parameter in model.named_parameters()
+        }  # the first one, if it is shared
+        self.trained: set[str] = set()  # those that a backward from a part reaches
+        self.frozen = {name for parameter, name in self.names.items() if not parameter.requires_grad}
         self.parts: list[Part] = []
-        for prefix, module in model.named_modules():
-            for name, parameter in module.named_parameters(prefix, recurse=False):
-                first = self.names.setdefault(id(parameter), name)
-                if first != name:
-                    raise _refuse(
-                        f"{name} and {first} are one parameter; tied parameters are not supported yet, untie them"
-                    )
-                if not parameter.requires_grad:
-                    raise _refuse(f"{name} has requires_grad=False; frozen parameters are not supported yet, train it")
+        self._storages: dict[int, str] = {}
+        for parameter, name in self.names.items():
+            if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+                kind = "" if type(parameter) is nn.Parameter else f"a {type(parameter).__name__} of "
+                what = f"{kind}{str(parameter.dtype).removeprefix('torch.')}"
+                raise _refuse(f"{name} is {what}; make it a plain nn.Parameter of floating-point numbers")
+            other = self._storages.setdefault(_storage(parameter), name)
+            if other != name:
+                raise _refuse(
+                    f"{name} and {other} are two parameters in the same memory; to share one, assign the same "
+                    "nn.Parameter to both"
+                )
 
     def run(self, part: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_(x.is_floating_point())
-        buffers = {_storage(buffer): name for name, buffer in self.model.named_buffers()}
+        x = x.detach().requires_grad_(bool(self.trained))
+        names = self._storages | {_storage(buffer): name for name, buffer in self.model.named_buffers()}
         saved = _Saved(self.model)
         with (
-            _linear_flops(self.model) as linear,
+            _linear_flops(self.model) as (linear, frozen),
             FlopCounterMode(display=False) as counter,
             _Watch() as watch,
             saved,
@@ -236,26 +302,27 @@ class _Trial:
             raise _refuse(f"{part} returns {type(y).__name__}; it must return one tensor")
         if watch.random:
             raise _refuse(f"{part} draws random numbers ({watch.random}); that is not supported yet, set dropout to 0")
-        changed = [buffers[storage] for storage in watch.written if storage in buffers]
+        changed = sorted(names[storage] for storage in watch.written if storage in names)
         if changed:
-            raise _refuse(f"{part} changes its buffer {changed[0]} in the forward; that is not supported yet")
-        used = set()
+            kind = "parameter" if changed[0] in self._storages.values() else "buffer"
+            raise _refuse(f"{part} changes its {kind} {changed[0]} in the forward; that is not supported yet")
+        used = {self._storages[storage] for storage in watch.read if storage in self._storages}
         for leaf in _leaves(y):
-            name = self.names.get(id(leaf))
+            name = self.names.get(leaf)
+            if name is not None and name not in used:
+                raise _refuse(
+                    f"{part} uses what an earlier part made from {name}; a part gets h and its own parameters only"
+                )
             if name is not None:
-                used.add(name)
-                if self.users.setdefault(name, part) != part:
-                    raise _refuse(
-                        f"{name} is used by {self.users[name]} and {part}; shared parameters are not supported yet, "
-                        "give each its own"
-                    )
+                self.trained.add(name)
             elif leaf is not x:
                 raise _refuse(
                     f"{part} uses a parameter {_kind(leaf)} that is not registered in the model; make it an "
                     "nn.Parameter of one of its modules, and lists of modules an nn.ModuleList"
                 )
-        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters() if name in used}
-        self.parts.append(Part(part, shapes, counter.get_total_flops(), sum(linear), saved.elements))
+        shapes = {name: tuple(p.shape) for p, name in self.names.items() if name in used}
+        flops = counter.get_total_flops()
+        self.parts.append(Part(part, shapes, flops, sum(linear), sum(frozen), bool(self.trained), saved.elements))
         return y
 
 
@@ -306,14 +373,15 @@ def _leaves(y: Tensor) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _linear_flops(model: nn.Module) -> Iterator[list[int]]:
-    """Collects the FLOPs of each call of an `nn.Linear` of the model."""
-    flops: list[int] = []
+def _linear_flops(model: nn.Module) -> Iterator[tuple[list[int], list[int]]]:
+    """Collects the FLOPs of each call of an `nn.Linear` of the model: of deferred ones, and of frozen ones."""
+    flops: tuple[list[int], list[int]] = ([], [])
 
     def count(module: nn.Linear, args: Any, y: Tensor) -> None:
-        flops.append(2 * y.numel() * module.in_features)
+        flops[not module.weight.requires_grad].append(2 * y.numel() * module.in_features)
 
-    handles = [m.register_forward_hook(count) for m in model.modules() if type(m) is nn.Linear]
+    linears = [m for m in model.modules() if type(m) is nn.Linear and (can_defer(m) or not m.weight.requires_grad)]
+    handles = [module.register_forward_hook(count) for module in linears]
     try:
         yield flops
     finally:

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.models.gpt2 import GPT2
 from zeropp_ray.models.llama import Llama
 
 if TYPE_CHECKING:
@@ -52,19 +53,14 @@ def resolve_factory(model: ModelSection) -> Factory:
 
     `ConfigError` if the dotted path cannot be imported or is not callable. The current directory is made importable.
     """
-    if not model.factory:
-        return partial(
-            Llama,
-            layers=model.layers,
-            dim=model.dim,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            ffn_dim=model.ffn_dim,
-            vocab_size=model.vocab_size,
-            rope_theta=model.rope_theta,
-            norm_eps=model.norm_eps,
-        )
-    return partial(_load(model.factory), **model.args)
+    if model.factory:
+        return partial(_load(model.factory), **model.args)
+    fields = ("layers", "dim", "heads", "ffn_dim", "vocab_size", "tie_embeddings", "norm_eps")
+    sizes: dict[str, Any] = {name: getattr(model, name) for name in fields}
+    if model.family == "gpt2":
+        return partial(GPT2, **sizes, context=model.context or model.seq_len)
+    rotary: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_factor": model.rope_factor}
+    return partial(Llama, **sizes, **rotary, kv_heads=model.kv_heads, head_dim=model.head_dim)
 
 
 def _load(path: str) -> Callable[..., Any]:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeropp_ray.config import RunConfig
-from zeropp_ray.errors import ConfigError
 from zeropp_ray.layout import Layout
 from zeropp_ray.models.cut import chunk_costs, cut_model
-from zeropp_ray.models.describe import ModelDescription, describe
+from zeropp_ray.models.describe import ModelDescription, ParameterSet, describe
 from zeropp_ray.models.layered import resolve_factory
 from zeropp_ray.planner.memory import predict_memory
 from zeropp_ray.schedule import Costs, Program, compile_forward, compile_program
@@ -28,14 +27,21 @@ class Plan:
     program: Program
     evaluation: Program  # forward only
 
+    @property
+    def sets(self) -> tuple[ParameterSet, ...]:
+        """All parameters by the model chunks that use them."""
+        return self.description.sets(self.ranges)
+
     def table(self, config: RunConfig) -> dict[str, Any]:
         """The numbers that are shown before a run, and ``predicted_memory`` of the fullest member in bytes by kind."""
         spec, description, program = self.program.spec, self.description, self.program
         sequences = config.parallel.global_batch
         stages = [predict_memory(self, config, stage) for stage in range(self.layout.stages)]
         return {
-            "model": config.model.factory or config.model.family,
+            "model": config.model.label,
             "parameters": description.elements,
+            "frozen": sum(each.elements for each in self.sets if not each.trained),
+            "shared": sum(each.elements for each in self.sets if each.shared),
             "built_whole": description.whole,
             "layout": f"{spec.stages} stages x {self.layout.shards} shards x {self.layout.replicas} replicas, "
             f"{spec.chunks} chunks a stage",
@@ -60,13 +66,7 @@ def make_plan(config: RunConfig) -> Plan:
     layout = Layout(stages=parallel.stages, chunks=parallel.chunks, shards=parallel.shards, replicas=parallel.replicas)
     description = describe(resolve_factory(config.model), config.model.seq_len, seed=config.run.seed)
     ranges = tuple(cut_model(description, layout.stages * layout.chunks))
-    for chunk, blocks in enumerate(ranges):
-        if not any(part.parameters for part in description.parts_of(ranges, chunk)):
-            raise ConfigError(
-                f"parallel.stages x parallel.chunks = {layout.stages} x {layout.chunks}: model chunk {chunk} would be "
-                f"blocks {blocks.start} to {blocks.stop - 1}, which have no parameters; use fewer chunks, or join such "
-                "blocks with their neighbours"
-            )
     F, B, W = (tuple(round(cost, 4) for cost in costs) for costs in chunk_costs(description, ranges))
+    F = tuple(max(cost, 1e-4) for cost in F)  # a chunk without any matrix product takes its time too
     spec = parallel.schedule(Costs(F=F, B=B, W=W))
     return Plan(layout, description, ranges, compile_program(spec), compile_forward(spec))

@@ -10,6 +10,9 @@ from fractions import Fraction
 from zeropp_ray.errors import ConfigError
 
 
+_WIDEST = 1e9  # ratio of costs; more than any hardware has, and far from the limits of the replay
+
+
 @dataclass(frozen=True)
 class Ticks:
     """Costs as whole numbers of ``1/scale`` of the unit of time: replays add and compare exactly, and fast."""
@@ -45,6 +48,12 @@ class Costs:
                 if not math.isfinite(value) or value < 0 or (name == "F" and value == 0):
                     least = "above 0" if name == "F" else "at least 0"
                     raise ConfigError(f"cost.{name} = {value}: not a duration; give a finite number {least}")
+        costs = [value for value in (*self.F, *self.B, *self.W, self.comm) if value]
+        if max(costs, default=1) / min(costs, default=1) > _WIDEST:
+            raise ConfigError(
+                f"cost: {min(costs)} beside {max(costs)}; none may be more than {_WIDEST:g} times another, "
+                "except that B, W and comm may be 0"
+            )
 
     @classmethod
     def uniform(cls, model_chunks: int, F: float = 1, B: float = 1, W: float = 1, comm: float = 0) -> Costs:

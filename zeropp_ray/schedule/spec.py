@@ -56,7 +56,7 @@ class ScheduleSpec:
     @property
     def live_chunks(self) -> int:
         """The memory limit as a whole number of chunk activations."""
-        return math.floor(self.memory_limit * self.chunks + _SLACK)
+        return math.floor(min(self.memory_limit, self.microbatches) * self.chunks + _SLACK)
 
     @property
     def unit_bounds(self) -> list[tuple[int, int]]:
@@ -131,7 +131,7 @@ def resolve(
         )
     limit = memory_limit or default_limit(units, stages, chunks)
     needed = least_limit_chunks(units, chunks)
-    if math.floor(limit * chunks + _SLACK) < needed:
+    if math.floor(min(limit, microbatches) * chunks + _SLACK) < needed:
         raise ConfigError(
             f"{name('memory_limit')} = {_number(limit)}: no schedule exists for units of {max(units)} micro-batches, "
             f"{chunks} chunks; the least limit is {_rounded_up(needed, chunks)} (in whole-stage micro-batches)"

@@ -1,0 +1,84 @@
+"""``docs/configuration.md``, made from the fields.
+
+``python -m zeropp_ray.config_reference > docs/configuration.md`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_type_hints
+
+import tomli_w
+
+from zeropp_ray.config import SECTIONS
+
+_KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Made from the fields by `python -m zeropp_ray.config_reference`; a test holds it up to date. -->
+
+A run is described by a TOML file, or by nothing at all: what is left out has its default.
+
+```sh
+zeropp config init run.toml     # a file to start from, with comments
+zeropp config check run.toml    # what the run would be: units, global batch, members, memory, data
+zeropp config show run.toml     # all settings, those left out too
+zeropp train run.toml --set train.steps=500
+```
+
+Every command that takes such a file takes `--set section.key=value` too, as often as needed; the last one wins. A
+value is TOML, or else text as it stands: `--set train.lr=1e-3 --set data.path=book.txt`. An unknown name is refused
+with the nearest known one, and a value that cannot work with one that can.
+
+Where 0 or an empty text means *automatic*, `runs/NAME/config.toml` has the value that was taken. `examples/` has
+complete files, each of which is run by a test.
+
+Symbols: P = stages, V = chunks, F = shards, R = replicas, N = microbatches, U = unit, b = microbatch_size.
+"""
+
+_NOTES = {
+    "parallel": """\
+A run has P·F·R members. A step takes N·b·F·R sequences of `model.seq_len` tokens. The layout changes neither the
+weights at the start nor the samples of a step: with the same global batch, every layout gives the same losses, up
+to rounding.
+""",
+    "data": """\
+[data.md](data.md) tells of token stores.
+""",
+    "train": """\
+**Learning rate.** It rises linearly to `lr` over `warmup_steps`. Then `cosine` and `linear` go down to `lr ·
+min_lr_ratio` at the last step; `constant` stays; `wsd` (warm-up, stable, decay) stays, and goes down linearly over
+the last `decay_steps`, so that a run can be extended from before its decay.
+
+**A budget in tokens.** With `tokens_per_step`, N is what the budget comes to: `tokens_per_step / (b · F · R ·
+seq_len)`. A layout with more members then makes fewer micro-batches of the same step. A budget that does not
+divide, or that leaves fewer micro-batches than stages, is refused with the nearest that work.
+`parallel.microbatches` is left out, or says the same.
+""",
+}
+
+
+def reference() -> str:
+    """The whole page, in Markdown."""
+    pages = [_INTRODUCTION]
+    for name, kind in SECTIONS.items():
+        rows = ["| setting | kind | default | |", "| --- | --- | --- | --- |"]
+        hints = get_type_hints(kind)
+        for item in dataclasses.fields(kind):
+            value = getattr(kind(), item.name)
+            default = "" if isinstance(value, dict) else f"`{tomli_w.dumps({'x': value}).strip()[4:]}`"
+            unit = f" [{item.metadata['unit']}]" if item.metadata["unit"] else ""
+            rows.append(
+                f"| `{name}.{item.name}` | {_KINDS.get(hints[item.name], 'table')} | {default} |"
+                f" {item.metadata['help'].replace('*', '·')}{unit} |"
+            )
+        pages.append("\n".join([f"## [{name}]", "", *rows, ""]))
+        if name in _NOTES:
+            pages.append(_NOTES[name])
+    return "\n".join(pages)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
