@@ -18,7 +18,8 @@ help:
 	@echo 'make format    put the code in form'
 
 demo: .venv/run.stamp
-	@$(BIN)/zeropp train examples/demo.toml
+	@run=demo-$$(date +%Y%m%d-%H%M%S) && $(BIN)/zeropp train examples/demo.toml --name $$run && \
+	printf '\nA sample of what it writes (zeropp sample %s):\n' $$run && $(BIN)/zeropp sample $$run --prompt 'The ' --tokens 300
 
 test: lint
 	@$(BIN)/pytest -m "not full"

@@ -20,7 +20,7 @@ from zeropp_ray.checkpoint.reader import Checkpoint
 from zeropp_ray.checkpoint.resume import check_same_data, check_same_parameters, identity_of
 from zeropp_ray.config import RunConfig
 from zeropp_ray.data.corpus import load_corpus
-from zeropp_ray.errors import ConfigError, ZeroppError
+from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
 from zeropp_ray.evaluation import Loss, Request
 from zeropp_ray.models.hf import foreign_tokenizer, initial_weights
 from zeropp_ray.planner.plan import Plan, make_plan
@@ -29,12 +29,6 @@ Event = dict[str, Any]
 
 CONNECT_S = 5.0  # how long the head of a cluster may take to accept a connection
 OBJECT_STORE_BYTES = 100 * 2**20  # no tensor passes the object store
-
-
-class Stopped(ZeroppError):
-    """The run was asked to stop and did, after a step that is saved. Exit code 75: resume me."""
-
-    exit_code = 75
 
 
 def run_training(

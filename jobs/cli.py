@@ -42,7 +42,7 @@ def zeropp() -> None:
       zeropp data prepare       make text of your own into tokens, once
       zeropp schedule --help    look at a schedule before you use it
 
-    Exit code: 0 done, 1 failed, 2 wrong usage or configuration.
+    Exit code: 0 done, 1 failed, 2 wrong usage or configuration, 75 stopped and saved.
     """
 
 

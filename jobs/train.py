@@ -20,7 +20,7 @@ from jobs.config import configured
 from jobs.quiet import quiet
 from jobs.report import Reporter, plan_table
 from zeropp_ray.config import RunConfig, load_config
-from zeropp_ray.errors import ConfigError, ZeroppError
+from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
 from zeropp_ray.shadow import check_not_shadowed
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _run(config: RunConfig, address: str | None, folder: Path, source: str, chec
     with quiet(log) as console:
         reporter = Reporter(console, config, source)
         try:
-            from actors.run import Stopped, run_training
+            from actors.run import run_training
 
             summary = run_training(config, address=address, run_dir=folder, on_event=reporter, resume=checkpoint)
         except (ConfigError, Stopped):

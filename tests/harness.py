@@ -27,7 +27,7 @@ from zeropp_ray.planner.plan import Plan, make_plan
 from zeropp_ray.vote import Decision, Vote, decide
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.harness"])
+_processes.set_forkserver_preload(["tests.harness", "torch._dynamo"])  # what AdamW imports takes a second
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -165,7 +165,7 @@ def test_a_configuration_file_from_start_to_check(here: Path) -> None:
         (["--set", "parallel.microbatch_size=0"], "parallel.microbatch_size = 0", "at least 1"),
         (["--set", "parallel.shard=2"], "parallel.shard", "did you mean parallel.shards?"),
         (["--set", "run.dir=short.txt/runs"], "run.dir", "choose a folder"),
-        (["--name", "taken"], "run.name = 'taken'", "choose another name"),
+        (["--name", "taken"], "run.name = 'taken'", "choose another with --name"),
         (["--name", "../up"], "run.name = '../up'", "letters"),
         (["missing.toml"], "missing.toml", "leave it out"),
         (["short.txt"], "short.txt", "not TOML"),

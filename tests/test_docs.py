@@ -22,7 +22,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- not run by the tests: [^>]+ -->\n+)?```sh\n(.*?)```", re.DOTALL)
 
 # Small enough for a test: a run of two steps.
-SMALL = "--set model.dim=32 --set model.heads=2 --set model.seq_len=32 --set train.eval_sequences=8 --set train.eval_every=0"
+SMALL = " ".join(
+    f"--set {setting}"
+    for setting in ("model.dim=32", "model.heads=2", "model.seq_len=32", "train.eval_sequences=8", "train.eval_every=0")
+)
 
 
 def commands(block: str) -> list[list[str]]:
@@ -70,7 +73,10 @@ def test_documented_commands_run(page, tmp_path, bpe):
     shim.parent.mkdir()
     shim.write_text(
         "#!/bin/sh\n"
-        f'if [ "$1" = train ]; then case " $* " in *" --resume "*) set -- "$@" ;; *) shift; set -- train {SMALL} "$@" ;; esac; fi\n'
+        'case " $* " in\n'
+        '  *" --resume "*) ;;\n'
+        f'  " train "*) shift; set -- train {SMALL} "$@" ;;\n'
+        "esac\n"
         f'exec {sys.executable} -m zeropp_ray "$@"\n'
     )
     shim.chmod(0o755)

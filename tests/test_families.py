@@ -129,7 +129,7 @@ def configuration(family: str, tied: bool, *layout: int) -> RunConfig:
     [
         pytest.param(configuration("gpt2", True, 2, 2, 2, 4), id="gpt2"),
         pytest.param(configuration("gpt2", False, 2, 1, 1, 4), id="gpt2-untied", marks=pytest.mark.full),
-        pytest.param(configuration("llama", True, 2, 2, 1, 4), id="llama-tied"),
+        pytest.param(configuration("llama", True, 2, 2, 1, 4), id="llama-tied", marks=pytest.mark.full),
         pytest.param(configuration("gpt2", True, 4, 1, 1, 4), id="gpt2-4111", marks=pytest.mark.full),
     ],
 )

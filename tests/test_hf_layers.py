@@ -28,7 +28,11 @@ def configuration(kind: str, **parallel: int) -> RunConfig:
 
 @pytest.mark.parametrize(
     ("kind", "parallel"),
-    [("qwen2", {}), ("gpt2", {}), pytest.param("llama", {"shards": 2}, marks=pytest.mark.full)],
+    [
+        ("qwen2", {}),
+        pytest.param("gpt2", {}, marks=pytest.mark.full),
+        pytest.param("llama", {"shards": 2}, marks=pytest.mark.full),
+    ],
 )
 def test_layers_of_transformers_train_as_in_a_plain_loop(kind: str, parallel: dict[str, int]) -> None:
     config = configuration(kind, **parallel)

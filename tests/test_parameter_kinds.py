@@ -26,7 +26,8 @@ FROZEN = [
 ]  # fmt: skip
 OTHER = [
     "overridden", "parametrized", "old_weight_norm", "replaced_forward", "hooked", "bilinear", "twice", "by_hand",
-    "attention", "encoder_layer", "recurrent", "turned", "in_place", "overwritten", "projected", "cast", "saved", "no_parameters", "by_frequency",
+    "attention", "encoder_layer", "recurrent", "turned", "in_place", "overwritten", "projected", "cast", "saved",
+    "no_parameters", "by_frequency",
 ]  # fmt: skip
 REFUSED = {
     "renormed": "embed changes its parameter embed.weight in the forward",

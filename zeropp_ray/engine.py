@@ -6,8 +6,8 @@ abort drops all of it as one object, and counts what it does, so that the plan c
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter
 import traceback
+from collections import ChainMap, Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

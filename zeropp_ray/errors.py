@@ -13,6 +13,12 @@ class ConfigError(ZeroppError, ValueError):
     exit_code = 2
 
 
+class Stopped(ZeroppError):
+    """The run was asked to stop and did, after a step that is saved. Exit code 75: resume me."""
+
+    exit_code = 75
+
+
 class ScheduleError(ZeroppError):
     """A program that would deadlock, break the order, or exceed its stated memory. Found before any actor starts."""
 

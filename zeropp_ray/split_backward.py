@@ -118,8 +118,8 @@ def _embedding(module: nn.Embedding, queue: WeightQueue, ids: torch.Tensor) -> t
 def can_defer(module: nn.Module) -> bool:
     """Whether the weight gradient of ``module`` can wait: a plain Linear or Embedding that trains a weight of its own.
 
-    A subclass, a parametrized layer, a replaced ``forward``, a weight with hooks, or an Embedding with ``max_norm``, ``sparse`` or
-    ``scale_grad_by_freq`` means something else by its forward or its gradient and is left to autograd.
+    A subclass, a parametrized layer, a replaced ``forward``, a weight with hooks, or an Embedding with ``max_norm``,
+    ``sparse`` or ``scale_grad_by_freq`` means something else by its forward or gradient and is left to autograd.
     """
     weight = module._parameters.get("weight")  # under weight_norm and its kind ``weight`` is no parameter
     if weight is None or not weight.requires_grad or "forward" in vars(module):

@@ -9,7 +9,6 @@ from fractions import Fraction
 
 from zeropp_ray.errors import ConfigError
 
-
 _WIDEST = 1e9  # ratio of costs; more than any hardware has, and far from the limits of the replay
 
 
