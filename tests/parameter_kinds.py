@@ -227,6 +227,13 @@ def adapters(depth: int) -> nn.Module:
     return model
 
 
+def adapters_tied(depth: int) -> nn.Module:
+    """The embedding is trained as well, and is the head's."""
+    model = adapters(depth)
+    model.head.weight = model.embed.requires_grad_(True).weight
+    return model
+
+
 # Linears and weights of every kind.
 
 
@@ -266,11 +273,22 @@ def _hooked(linear: nn.Linear) -> nn.Module:
     return linear
 
 
+def _masked(linear: nn.Linear) -> nn.Module:
+    linear.weight.register_hook(lambda gradient: gradient * (torch.arange(WIDTH, device=gradient.device) % 3))
+    return linear
+
+
+def _accumulating(linear: nn.Linear) -> nn.Module:
+    linear.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    return linear
+
+
 overridden = _with_up(lambda linear: Doubled(WIDTH, 2 * WIDTH))
 parametrized = _with_up(parametrizations.weight_norm)
 old_weight_norm = _with_up(_old_weight_norm)
 replaced_forward = _with_up(_replaced)
 hooked = _with_up(_hooked)
+masked = _with_up(_masked)
 bilinear = _with_up(lambda linear: Square())
 
 
@@ -453,6 +471,7 @@ def renormed(depth: int) -> nn.Module:
     return model
 
 
+accumulating = _with_up(_accumulating)
 spectral = _with_up(parametrizations.spectral_norm)
 lazy = _with_up(lambda linear: nn.LazyLinear(2 * WIDTH))
 

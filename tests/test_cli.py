@@ -238,12 +238,24 @@ def test_a_run_names_itself(here: Path, trainer: Callable[[Trainer], None]) -> N
 def test_a_run_that_fails_is_one_line_and_exit_1(
     here: Path, trainer: Callable[[Trainer], None], error: BaseException, message: str, logged: str
 ) -> None:
-    def fail(*_: Any, **__: Any) -> dict[str, Any]:
+    def fail(*_: Any, run_dir: Path, **__: Any) -> dict[str, Any]:
+        (run_dir / "metrics.jsonl").touch()
         raise error
 
     trainer(fail)
     assert refused(run("train", "--name", "a"), code=1) == message
     assert logged in (here / "runs" / "a" / "log.txt").read_text()
+
+
+def test_a_run_stopped_before_its_first_step_leaves_its_name_free(
+    here: Path, trainer: Callable[[Trainer], None]
+) -> None:
+    def stop(*_: Any, **__: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    trainer(stop)
+    assert refused(run("train", "--name", "a"), code=1) == "stopped before the first step; nothing is left of the run"
+    assert not (here / "runs" / "a").exists()
 
 
 def test_a_refused_run_leaves_its_name_free(here: Path, trainer: Callable[[Trainer], None]) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from tests import harness, reference, sabotage
 from tests.test_parity import TOLERANCE, assert_counts, assert_equal, configuration, plain, samples_of
+from zeropp_ray.checkpoint.reader import open_checkpoint
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.models import describe, resolve_factory
@@ -22,12 +23,12 @@ SHARED = [
 ]  # fmt: skip
 FROZEN = [
     "frozen_embedding", "frozen_tied", "frozen_beginning", "frozen_end", "frozen_matrices", "frozen_positions",
-    "adapters",
+    "adapters", "adapters_tied",
 ]  # fmt: skip
 OTHER = [
-    "overridden", "parametrized", "old_weight_norm", "replaced_forward", "hooked", "bilinear", "twice", "by_hand",
-    "attention", "encoder_layer", "recurrent", "turned", "in_place", "overwritten", "projected", "cast", "saved",
-    "no_parameters", "by_frequency",
+    "overridden", "parametrized", "old_weight_norm", "replaced_forward", "hooked", "masked", "bilinear", "twice",
+    "by_hand", "attention", "encoder_layer", "recurrent", "turned", "in_place", "overwritten", "projected", "cast",
+    "saved", "no_parameters", "by_frequency",
 ]  # fmt: skip
 REFUSED = {
     "renormed": "embed changes its parameter embed.weight in the forward",
@@ -35,6 +36,7 @@ REFUSED = {
     "lazy": "blocks.0.up.weight is a UninitializedParameter of float32; make it a plain nn.Parameter",
     "two_in_one_memory": "head.weight and embed.weight are two parameters in the same memory",
     "whole_numbers": "table is int8; make it a plain nn.Parameter of floating-point numbers",
+    "accumulating": "blocks.0.up.weight has a hook on its accumulated gradient",
     "all_frozen": "nothing to train",
     "carried_over": "head uses what an earlier part made from tokens.weight",
 }
@@ -68,7 +70,7 @@ def test_kind_on_every_layout(kind, layout):
 
 @pytest.mark.parametrize(("kind", "layout"), [
     ("tied", (2, 2)), ("tied_in_blocks", (3, 1)), ("one_block", (2, 1, 2)), ("pieces_shared", (2, 1)),
-    ("frozen_tied", (2, 1)), ("frozen_beginning", (2, 2)), ("adapters", (1, 1, 2)), ("no_parameters", (2, 2)),
+    ("frozen_tied", (2, 1)), ("frozen_beginning", (2, 2)), ("adapters_tied", (2, 1, 2)), ("no_parameters", (2, 2)),
 ])  # fmt: skip
 def test_kind_on_stages(kind, layout):
     assert_right(of(kind, *layout, N=4, U=layout[0]))
@@ -127,6 +129,31 @@ def test_frozen_parameters_stay_and_have_neither_gradient_nor_moments():
     assert ours.reports[0].counters.reduced_bytes == 0
 
 
+def test_a_checkpoint_holds_shared_and_frozen_parameters_once(tmp_path):
+    straight, other = (of("adapters_tied", *layout, N=N, steps=4) for layout, N in (((2, 2), 4), ((1, 1, 2), 2)))
+    samples = samples_of(straight)
+
+    def two_steps(run: harness.Run, after: int) -> list[float]:
+        last, losses = None, []
+        for step in (after + 1, after + 2):
+            last = decide(step, run.call("advance", step, last), 1.0)
+            losses.append(last.loss)
+        run.call("flush", last)
+        return losses
+
+    with harness.members(straight, samples) as run:
+        two_steps(run, 0)
+        saved = run.save(tmp_path, 2, 2)
+        losses = two_steps(run, 2)
+    trained = {name for each in run.plan.sets if each.trained for name in each.shapes}
+    tensors = [name for file in open_checkpoint(saved).manifest.files.values() for name in file.tensors]
+    moments = [f"{moment}.{name}" for name in trained for moment in ("exp_avg", "exp_avg_sq")]
+    assert sorted(tensors) == sorted([*run.plan.description.shapes, *moments])
+    with harness.members(other, samples) as run:
+        run.call("load", saved)
+        assert two_steps(run, 2) == pytest.approx(losses, rel=1e-10)
+
+
 def test_shared_parameters_count_once_in_the_description_and_at_each_stage_in_memory():
     apart, tied = (make_plan(of(kind, 2, 1)) for kind in ("by_hand", "tied"))
     table = 32 * 24
@@ -137,6 +164,20 @@ def test_shared_parameters_count_once_in_the_description_and_at_each_stage_in_me
         held = [sum(each.elements for each in plan.sets if p in each.chunks) for p in (0, 1)]
         assert [m["weights and moments"] for m in memory] == [8 * 3 * n for n in held]
     assert [m["gradient shards"] for m in memory] == [8 * (n + 2 * table) for n in held]
+    called, used = (predict_memory(make_plan(of(kind, 1, 1)), of(kind, 1, 1), 0) for kind in ("tied", "tied_by_hand"))
+    vectors = 48 - 32  # the norm of the one, the bias of the other
+    assert used["gradient buffers"] - called["gradient buffers"] == 8 * (table + 2 * vectors + vectors)
+
+
+def test_a_description_knows_which_gradients_b_makes_and_what_frozen_parts_cost():
+    by_hand, adapted, frozen = (
+        describe(resolve_factory(of(kind).model), 16) for kind in ("tied_by_hand", "adapters", "frozen_beginning")
+    )
+    assert by_hand.by_hand == {"embed.weight"} < by_hand.deferred
+    linears, thin = 2 * 16 * 2 * 24 * 48, 2 * 16 * 2 * (24 + 48) * 2
+    assert adapted.blocks[0].cost == (linears + thin, linears + thin, thin)  # F, B, W: no weight gradient if frozen
+    assert [block.cost for block in frozen.blocks] == [(linears, 0, 0)] * 3 + [(linears, linears, linears)]
+    assert frozen.blocks[0].saved_elements == 0 < frozen.blocks[3].saved_elements
 
 
 @pytest.mark.parametrize(("side", "differs"), [(0, "gradient"), (1, "loss")])

@@ -85,31 +85,8 @@ class StageMember:
                 flat.rebind(links.stage)
             return
         config, plan = self.config, self.plan
-        owned = plan.layout.owned(self.me.p)
         queue = WeightQueue()
-        deferred = defer(self._owned.model, queue)
-        parameters = dict(self._owned.model.named_parameters())
-        self._buffers = GradientBuffers()
-        sets: dict[int, list[FlatParameters]] = {index: [] for index in owned}  # by model chunk
-        for number, used in enumerate(plan.sets):
-            here = [index for index in owned if index in used.chunks]
-            if here:
-                flat = FlatParameters(
-                    [(name, parameters[name]) for name in used.shapes],
-                    deferred,
-                    links.stage,
-                    GradientBuffers() if used.shared else self._buffers,
-                    stages=plan.layout.stages_of(used.chunks),
-                    shared=used.shared,
-                    number=number,
-                )
-                for index in here:
-                    sets[index].append(flat)
-        first_trained = min(chunk for used in plan.sets if used.trained for chunk in used.chunks)
-        chunks = [
-            Chunk(part, sets[index], part.first, part.last, backward=index > first_trained)
-            for index, part in self._owned.chunks.items()
-        ]
+        chunks = self._sharded(links, queue)
         b, s, h = config.parallel.microbatch_size, config.model.seq_len, plan.description.hidden
         self._engine = Engine(
             me=self.me,
@@ -127,6 +104,32 @@ class StageMember:
             eps=train.eps,
             weight_decay=train.weight_decay,
         )
+
+    def _sharded(self, links: Links, queue: WeightQueue) -> list[Chunk]:
+        """The chunks of this stage, their parameters sharded set by set."""
+        plan, model = self.plan, self._owned.model
+        deferred, parameters = defer(model, queue), dict(model.named_parameters())
+        first_trained = min(used.chunks[0] for used in plan.sets if used.trained)
+        chunks = {
+            index: Chunk(part, [], part.first, part.last, backward=index > first_trained)
+            for index, part in self._owned.chunks.items()
+        }
+        self._buffers = GradientBuffers()
+        for number, used in enumerate(plan.sets):
+            if chunks.keys().isdisjoint(used.chunks):
+                continue
+            flat = FlatParameters(
+                [(name, parameters[name]) for name in used.shapes],
+                deferred,
+                links.stage,
+                GradientBuffers() if used.shared else self._buffers,
+                stages=plan.layout.stages_of(used.chunks),
+                shared=used.shared,
+                number=number,
+            )
+            for index in chunks.keys() & used.chunks:
+                chunks[index].sets.append(flat)
+        return list(chunks.values())
 
     @property
     def engine(self) -> Engine:

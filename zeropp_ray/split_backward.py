@@ -103,8 +103,11 @@ class _DeferredEmbedding(torch.autograd.Function):
         return None, None, None, None
 
 
+DEFERRED = ("_DeferredLinearBackward", "_DeferredEmbeddingBackward")  # as nodes of an autograd graph
+
+
 def _linear(module: nn.Linear, queue: WeightQueue, x: torch.Tensor) -> torch.Tensor:
-    if torch.is_autocast_enabled(x.device.type):  # casts what it is given; autograd knows how to undo that
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # it casts, and autograd knows how to undo that
         return functional.linear(x, module.weight, module.bias)
     if isinstance(x._base if x._is_view() else x, nn.Parameter):
         x = x.clone()  # parameters are released before W

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.models.build import initialiser, own_tensors, seeded
 from zeropp_ray.models.layered import Factory
-from zeropp_ray.split_backward import can_defer
+from zeropp_ray.split_backward import DEFERRED, WeightQueue, can_defer, defer
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class ModelDescription:
     vocab: int
     frozen: frozenset[str]  # parameters with requires_grad=False
     deferred: frozenset[str]  # those whose gradient `W` computes
+    by_hand: frozenset[str]  # those of them that have a part of it from `B`
     whole: str = ""  # why the model cannot be built on the meta device; empty if it can
 
     @property
@@ -176,6 +177,8 @@ def _obstacle(model: nn.Module) -> str:
             return f"{kind} keeps a tensor that is neither a parameter nor a buffer"
         if not own_tensors(module):
             continue
+        if any(parameter._backward_hooks for parameter in module.parameters(recurse=False)):
+            return f"{kind} has a parameter with a hook on its gradient, which only the constructor can set"
         if not hasattr(model, "init_module") and not all(p.requires_grad for p in module.parameters(recurse=False)):
             return f"{kind} has a frozen parameter, whose values only the constructor knows as there is no init_module"
         initialise = initialiser(model, module)
@@ -247,7 +250,6 @@ def _probe(model: Any, seq_len: int, device: torch.device, whole: str) -> ModelD
         )
     if not trial.trained:
         raise _refuse("all parameters have requires_grad=False, there is nothing to train; leave it True for some")
-    deferred = {trial.names[module.weight] for module in model.modules() if can_defer(module)}
     embed, *blocks, head = trial.parts
     return ModelDescription(
         embed,
@@ -257,7 +259,8 @@ def _probe(model: Any, seq_len: int, device: torch.device, whole: str) -> ModelD
         h.shape[-1],
         logits.shape[-1],
         frozenset(trial.frozen),
-        frozenset(deferred),
+        frozenset(trial.deferred),
+        frozenset(trial.by_hand),
         whole,
     )
 
@@ -267,18 +270,25 @@ class _Trial:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.names: dict[Tensor, str] = {
-            parameter: name for name, parameter in model.named_parameters()
-        }  # the first one, if it is shared
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}  # the first, if it is shared
         self.trained: set[str] = set()  # those that a backward from a part reaches
         self.frozen = {name for parameter, name in self.names.items() if not parameter.requires_grad}
+        self.by_hand: set[str] = set()  # deferred ones that are used in other ways than by their layer as well
         self.parts: list[Part] = []
+        modules = [module for module in model.modules() if type(module) is nn.Linear]
+        self._linears = [m for m in modules if can_defer(m) or not m.weight.requires_grad]
+        self.deferred = {self.names[weight] for weight in defer(model, WeightQueue())}
         self._storages: dict[int, str] = {}
         for parameter, name in self.names.items():
             if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
                 kind = "" if type(parameter) is nn.Parameter else f"a {type(parameter).__name__} of "
                 what = f"{kind}{str(parameter.dtype).removeprefix('torch.')}"
                 raise _refuse(f"{name} is {what}; make it a plain nn.Parameter of floating-point numbers")
+            if parameter._post_accumulate_grad_hooks:
+                raise _refuse(
+                    f"{name} has a hook on its accumulated gradient, which is spread over members and micro-batches; "
+                    "use register_hook, which sees that of one micro-batch"
+                )
             other = self._storages.setdefault(_storage(parameter), name)
             if other != name:
                 raise _refuse(
@@ -291,7 +301,7 @@ class _Trial:
         names = self._storages | {_storage(buffer): name for name, buffer in self.model.named_buffers()}
         saved = _Saved(self.model)
         with (
-            _linear_flops(self.model) as (linear, frozen),
+            _flops_of(self._linears) as (linear, frozen),
             FlopCounterMode(display=False) as counter,
             _Watch() as watch,
             saved,
@@ -307,7 +317,7 @@ class _Trial:
             kind = "parameter" if changed[0] in self._storages.values() else "buffer"
             raise _refuse(f"{part} changes its {kind} {changed[0]} in the forward; that is not supported yet")
         used = {self._storages[storage] for storage in watch.read if storage in self._storages}
-        for leaf in _leaves(y):
+        for leaf, deferred in _uses(y):
             name = self.names.get(leaf)
             if name is not None and name not in used:
                 raise _refuse(
@@ -315,6 +325,8 @@ class _Trial:
                 )
             if name is not None:
                 self.trained.add(name)
+                if name in self.deferred and not deferred:
+                    self.by_hand.add(name)
             elif leaf is not x:
                 raise _refuse(
                     f"{part} uses a parameter {_kind(leaf)} that is not registered in the model; make it an "
@@ -359,28 +371,30 @@ class _Saved(TorchFunctionMode):
         return y
 
 
-def _leaves(y: Tensor) -> Iterator[Tensor]:
-    """The tensors whose `.grad` a backward from `y` would fill."""
-    seen, todo = set(), [y.grad_fn]
+def _uses(y: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """Each use of a tensor whose `.grad` a backward from `y` would fill, and whether it is that of a deferred layer."""
+    todo = [y.grad_fn] if y.grad_fn is not None else []
+    seen = set(todo)
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        todo.extend(following for following, _ in node.next_functions)
+        for following, _ in node.next_functions:
+            if following is None or following in seen:
+                continue
+            if hasattr(following, "variable"):
+                yield following.variable, node.name() in DEFERRED
+            else:
+                seen.add(following)
+                todo.append(following)
 
 
 @contextmanager
-def _linear_flops(model: nn.Module) -> Iterator[tuple[list[int], list[int]]]:
-    """Collects the FLOPs of each call of an `nn.Linear` of the model: of deferred ones, and of frozen ones."""
+def _flops_of(linears: Sequence[nn.Linear]) -> Iterator[tuple[list[int], list[int]]]:
+    """Collects the FLOPs of each call of one of these: of trained ones, and of frozen ones."""
     flops: tuple[list[int], list[int]] = ([], [])
 
     def count(module: nn.Linear, args: Any, y: Tensor) -> None:
         flops[not module.weight.requires_grad].append(2 * y.numel() * module.in_features)
 
-    linears = [m for m in model.modules() if type(m) is nn.Linear and (can_defer(m) or not m.weight.requires_grad)]
     handles = [module.register_forward_hook(count) for module in linears]
     try:
         yield flops

@@ -25,8 +25,13 @@ initialised on its own, by the model's `init_module(module)` if it has one, else
 (all layers of torch have it). Either must write all that the module itself holds, and nothing else. A model that
 cannot be built so is built whole, on the CPU of every member, and the log says so and why.
 
-Not supported yet, and refused by name: parameters shared by parts (tied embeddings), frozen or unused ones, dropout,
-and buffers that the forward changes.
+A parameter that several modules hold (tied embeddings, a block at several places) goes by its first name in the order
+of `named_modules()`, and starts as the first of these modules makes it. A frozen one (requires_grad=False) has no
+gradient, no optimizer state and no weight decay; what it holds only the constructor knows, so that a model with frozen
+parameters is built whole, too, unless it has `init_module`.
+
+Refused by name: dropout, buffers or parameters that the forward changes, unused parameters, and those that are no plain
+nn.Parameter of floating-point numbers.
 """
 
 from __future__ import annotations

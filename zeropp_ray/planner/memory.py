@@ -9,6 +9,7 @@ import torch
 from zeropp_ray.config import RunConfig
 
 if TYPE_CHECKING:
+    from zeropp_ray.models.describe import ParameterSet
     from zeropp_ray.planner.plan import Plan
 
 
@@ -20,37 +21,31 @@ def predict_memory(plan: Plan, config: RunConfig, stage: int) -> dict[str, int]:
     neither moments nor gradients; those that several stages share are whole at each, sharded there, and their gradient
     shards come once from each of these stages.
     """
-    spec, shards = plan.program.spec, plan.layout.shards
+    spec, shards, owned = plan.program.spec, plan.layout.shards, {*plan.layout.owned(stage)}
     width = torch.finfo(getattr(torch, config.train.dtype)).bits // 8
     b, units = config.parallel.microbatch_size, len(spec.units)
-    owned = plan.layout.owned(stage)
-    sets = [(each, [c for c in each.chunks if c in owned], -(-each.elements // shards) * shards) for each in plan.sets]
-    sets = [(each, users, padded) for each, users, padded in sets if users]
-    trained = [(each, users, padded) for each, users, padded in sets if each.trained]
-    weights, moved = (sum(padded for *_, padded in some) // shards for some in (sets, trained))
-    largest = max(sum(padded for _, users, padded in sets if chunk in users) for chunk in owned)
-    # What is the chunks' own takes turns in two buffers, what chunks share has two of its own.
-    buffers = min(2, spec.chunks * units) * max((padded for each, _, padded in trained if not each.shared), default=0)
-    buffers += sum(min(2, len(users) * units) * padded for each, users, padded in trained if each.shared)
-    side = sum(
-        torch.Size(shape).numel()
-        for each, *_ in trained
-        for name, shape in each.shapes.items()
-        if name not in plan.description.deferred
-    )
-    exchanged = sum(
-        len(stages) * padded // shards
-        for each, _, padded in trained
-        if len(stages := plan.layout.stages_of(each.chunks)) > 1
-    )
+
+    def padded(*sets: ParameterSet) -> int:
+        return sum(-(-each.elements // shards) * shards for each in sets)
+
+    held = [each for each in plan.sets if owned & {*each.chunks}]
+    trained = [each for each in held if each.trained]
+    largest = max(padded(*(each for each in held if chunk in each.chunks)) for chunk in owned)
+    exchanged = sum(padded(each) * n for each in trained if (n := len(plan.layout.stages_of(each.chunks))) > 1)
+    # What is the chunks' own takes turns in two buffers; what chunks share has two of its own.
+    buffers = min(2, spec.chunks * units) * max((padded(each) for each in trained if not each.shared), default=0)
+    buffers += sum(min(2, units * len(owned & {*each.chunks})) * padded(each) for each in trained if each.shared)
+    shapes = {name: torch.Size(shape) for each in trained for name, shape in each.shapes.items()}
+    made_by_b = plan.description.by_hand | shapes.keys() - plan.description.deferred
+    side = sum(shape.numel() for name, shape in shapes.items() if name in made_by_b)
     saved = [sum(part.saved_elements for part in plan.description.parts_of(plan.ranges, chunk)) for chunk in owned]
     boundary = b * plan.description.seq_len * plan.description.hidden
     edges = {edge: bound for edge, bound in plan.program.in_flight.items() if stage in (edge.source, edge.destination)}
     messages = sum(bound if edge.source == stage else plan.program.receive_window for edge, bound in edges.items())
     live = round(plan.program.peak_activations[stage] * spec.chunks)
     return {
-        "weights and moments": width * (weights + 2 * moved),
-        "gradient shards": width * (moved + exchanged),
+        "weights and moments": width * (padded(*held) + 2 * padded(*trained)) // shards,
+        "gradient shards": width * (padded(*trained) + exchanged) // shards,
         "resident parameters": width * largest * plan.program.peak_resident[stage],
         "gradient buffers": width * (buffers + side),
         "activations": width * b * live * max(saved),
