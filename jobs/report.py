@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
     micro_batches = f"{parallel.microbatches} micro-batches of {parallel.microbatch_size}"
     parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in memory.items())
     return aligned(
-        ("model", f"{plan['model']}, {short(plan['parameters'])} parameters"),
+        ("model", f"{plan['model']}, {short(plan['parameters'])} parameters{_special(plan)}"),
         ("layers", f"{sum(chunks)} in {len(chunks)} chunks of {_counts(chunks)}"),
         ("layout", f"{plan['layout']}; {parallel.members} members"),
         ("step", f"{plan['global_batch']} sequences, {plan['tokens_per_step']:,} tokens"),
@@ -31,6 +32,12 @@ def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
         ("data", source),
         *([("built", f"whole by every member, {plan['built_whole']}")] if plan["built_whole"] else []),
     )
+
+
+def _special(plan: Mapping[str, Any]) -> str:
+    """How many of the parameters are not the usual kind."""
+    kinds = (("shared", "shared by chunks"), ("frozen", "frozen"))
+    return "".join(f", {short(plan[kind])} of them {text}" for kind, text in kinds if plan[kind])
 
 
 class Reporter:
@@ -90,9 +97,9 @@ class Reporter:
                     f"{size(summary['bytes'])}, {summary['gathers']} gathers, {summary['reduces']} reduces in all",
                 ),
                 ("files", f"{folder}: config.toml, metrics.jsonl, summary.json, log.txt, checkpoints/"),
-                ("next", f"zeropp sample {folder} --prompt 'The '"),
-                ("", f"zeropp eval {folder}"),
-                ("", f"zeropp train --resume {folder} --set train.steps={2 * summary['steps']}"),
+                ("next", f"{_command()} sample {folder} --prompt 'The '"),
+                ("", f"{_command()} eval {folder}"),
+                ("", f"{_command()} train --resume {folder} --set train.steps={2 * summary['steps']}"),
             )
         )
 
@@ -130,6 +137,11 @@ def _length(config: RunConfig, tokens_per_step: int) -> str:
         return text
     over = f" over the last {train.decay:,}" if train.schedule == "wsd" else ""
     return f"{text}, down to {train.lr * train.min_lr_ratio:g}{over}"
+
+
+def _command() -> str:
+    """How this command is called here: by its name if it is on the path."""
+    return "zeropp" if shutil.which("zeropp") else sys.argv[0]
 
 
 def short(value: float) -> str:

@@ -24,6 +24,8 @@ PLAN: dict[str, Any] = {
     "kind": "plan",
     "model": "llama",
     "parameters": 870_000,
+    "shared": 0,
+    "frozen": 0,
     "layout": "2 stages x 2 chunks, 2 shards",
     "units": [4, 4],
     "chunks": [1, 1, 1, 1],
