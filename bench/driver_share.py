@@ -73,6 +73,12 @@ def _driver() -> Any:
         def flush(self, decision: Any) -> None:
             pass
 
+        def snapshot(self, folder: Path) -> None:
+            pass
+
+        def saved(self) -> list[Any]:
+            return []
+
         def evaluate(self) -> tuple[float, int]:
             return 1.0, 1
 

@@ -141,7 +141,9 @@ def _length(config: RunConfig, tokens_per_step: int) -> str:
 
 def _command() -> str:
     """How this command is called here: by its name if it is on the path."""
-    return "zeropp" if shutil.which("zeropp") else sys.argv[0]
+    if shutil.which("zeropp"):
+        return "zeropp"
+    return "python -m zeropp_ray" if sys.argv[0].endswith(".py") else sys.argv[0]
 
 
 def short(value: float) -> str:
