@@ -28,9 +28,20 @@ class Checkpoints:
         self._last_time = time.monotonic()
         self._saving: tuple[Progress, Path, list[Any]] | None = None
         self.saved_step = saved  # newest step that is on disk; 0: none
+        self._begun = saved  # step of the last save that was begun
         self.blocked_s: list[float] = []  # how long the members' main threads stood still for each
         for left in self._folder.glob(".step-*"):  # of a run that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
+        for later in folders(run):
+            if later.name > folder_name(saved):  # damaged, or of an attempt that is given up by going on from before it
+                later.rename(self._aside(later.name))
+
+    def _aside(self, name: str) -> Path:
+        """A name under which a checkpoint stays, but is no longer one of the run's."""
+        number = 1
+        while (path := self._folder / f"aside-{number}-{name}").exists():
+            number += 1
+        return path
 
     def due(self, step: int) -> bool:
         """Whether to save after ``step``."""
@@ -38,7 +49,8 @@ class Checkpoints:
         if self._saving is not None:
             return False
         by_time = every.every_minutes and time.monotonic() - self._last_time >= every.every_minutes * 60
-        return bool(by_time or (every.every_steps and step % every.every_steps == 0))
+        by_steps = every.every_steps and step // every.every_steps > self._begun // every.every_steps
+        return bool(by_time or by_steps)
 
     def begin(self, progress: Progress, call: Call) -> list[Event]:
         """Have all members copy their committed state;
@@ -46,6 +58,7 @@ class Checkpoints:
         they write while training goes on. ``call`` waits for a call at all of them.
         """
         assert self._saving is None
+        self._begun = progress.step
         start = time.perf_counter()
         partial = self._folder / f".{folder_name(progress.step)}"
         try:
@@ -77,8 +90,8 @@ class Checkpoints:
                 files=entries(ray.get(files)),
             )
             final = self._folder / folder_name(progress.step)
-            if final.exists():  # of an earlier try at the same step
-                shutil.rmtree(final)
+            if final.exists():  # of an earlier try at the same step, and damaged
+                _remove(final)
             publish(partial, final, manifest)
         except (OSError, RayTaskError, RayActorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -87,9 +100,16 @@ class Checkpoints:
         self.saved_step = progress.step
         if keep := self._config.checkpoint.keep:
             for old in list(folders(self._run))[keep:]:
-                shutil.rmtree(old, ignore_errors=True)
+                if old != final:
+                    _remove(old)
         return [{"kind": "checkpoint", "step": progress.step, "path": str(final)}]
 
     def _failed(self, progress: Progress, cause: str) -> Event:
         text = f"checkpoint of step {progress.step} failed: {cause}; the run goes on without it"
         return {"kind": "log", "text": text}
+
+
+def _remove(checkpoint: Path) -> None:
+    """Out of sight first: a folder that is half removed must not look like a checkpoint."""
+    hidden = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old"))
+    shutil.rmtree(hidden, ignore_errors=True)

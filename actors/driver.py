@@ -350,7 +350,7 @@ class Record:
             "peak_resident_elements": [report.measured.peak_resident_elements for report in reports],
             "peak_open_gradient_buffers": [report.peak_open_gradient_buffers for report in reports],
             "checkpoint": f"{CHECKPOINTS}/{folder_name(checkpoints.saved_step)}"
-            if checkpoints.saved_step >= 0
+            if checkpoints.saved_step > 0
             else None,
             "checkpoint_blocked_s": _median(checkpoints.blocked_s) if checkpoints.blocked_s else None,
             "driver_process_s_per_step": _median([process for process, _ in settled]),

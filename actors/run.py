@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -228,4 +229,6 @@ def _stopped(event: Event, run: Path) -> str:
         return "stopped before the first step"
     if not event["saved"]:
         return f"stopped after step {event['step']}, which could not be saved; see the messages above"
-    return f"stopped after step {event['step']}, which is saved; go on with: zeropp train --resume {run}"
+    return (
+        f"stopped after step {event['step']}, which is saved; go on with: zeropp train --resume {shlex.quote(str(run))}"
+    )

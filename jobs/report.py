@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import sys
 import textwrap
@@ -81,7 +82,7 @@ class Reporter:
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
         """What was reached, and where the files are."""
-        seconds = self._clock() - self._begin
+        seconds, named = self._clock() - self._begin, shlex.quote(str(folder))
         self.line(
             "\n"
             + aligned(
@@ -97,9 +98,9 @@ class Reporter:
                     f"{size(summary['bytes'])}, {summary['gathers']} gathers, {summary['reduces']} reduces in all",
                 ),
                 ("files", f"{folder}: config.toml, metrics.jsonl, summary.json, log.txt, checkpoints/"),
-                ("next", f"{_command()} sample {folder} --prompt 'The '"),
-                ("", f"{_command()} eval {folder}"),
-                ("", f"{_command()} train --resume {folder} --set train.steps={2 * summary['steps']}"),
+                ("next", f"{_command()} sample {named} --prompt 'The '"),
+                ("", f"{_command()} eval {named}"),
+                ("", f"{_command()} train --resume {named} --set train.steps={2 * summary['steps']}"),
             )
         )
 

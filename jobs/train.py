@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -107,15 +108,21 @@ def train(
         return
     if checkpoint is None:
         _make_folder(folder, config)
-    try:
-        with only_one(folder):
-            (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+    with only_one(folder):
+        if checkpoint is None:
+            _check_unused(folder, config)
+        written = folder / "config.toml"
+        before = written.read_text(encoding="utf-8") if written.exists() else None
+        try:
+            written.write_text(config.to_toml(), encoding="utf-8")
             keep_tokenizer(config, folder)
             _run(config, address, folder, source, checkpoint)
-    except ConfigError:
-        if checkpoint is None:
-            shutil.rmtree(folder)  # nothing ran: the name is free for the next try
-        raise
+        except ConfigError:  # nothing ran
+            if checkpoint is None:
+                shutil.rmtree(folder)  # the name is free for the next try
+            elif before is not None:
+                written.write_text(before, encoding="utf-8")
+            raise
 
 
 def _resumed(
@@ -152,17 +159,21 @@ def _completed(config: RunConfig) -> RunConfig:
 def _make_folder(folder: Path, config: RunConfig) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(
-                f"run.name = {config.run.name!r}: {folder} is not empty; choose another with --name, or go on with"
-                f" --resume {folder}"
-            )
         (folder / LOCK).touch()
     except OSError as error:
         raise ConfigError(
             f"run.dir = {config.run.dir!r}: cannot write {folder}: {error.strerror};"
             " choose a folder that you can write to with --set run.dir=FOLDER"
         ) from error
+
+
+def _check_unused(folder: Path, config: RunConfig) -> None:
+    """Under the run's lock, so that of two that begin at once one is refused and neither is harmed."""
+    if any(path.name != LOCK for path in folder.iterdir()):
+        raise ConfigError(
+            f"run.name = {config.run.name!r}: {folder} is not empty; choose another with --name, or go on with"
+            f" --resume {shlex.quote(str(folder))}"
+        )
 
 
 @contextmanager

@@ -17,12 +17,14 @@ import psutil
 class CommandRun:
     """``zeropp train`` in a process group of its own, with a HOME of its own."""
 
-    def __init__(self, folder: Path, *settings: str, resume: bool = False) -> None:
+    def __init__(self, folder: Path, *settings: str, resume: bool = False, checkpoint: str = "") -> None:
         self.folder = folder / "runs" / "victim"
         home = folder / "home"
         home.mkdir(exist_ok=True)
         arguments = (
-            ["--resume", str(self.folder)] if resume else ["--name", "victim", "--set", f"run.dir={folder}/runs"]
+            ["--resume", str(self.folder / "checkpoints" / checkpoint if checkpoint else self.folder)]
+            if resume
+            else ["--name", "victim", "--set", f"run.dir={folder}/runs"]
         )
         arguments += [x for setting in settings for x in ("--set", setting)]
         self.temporary = Path(tempfile.mkdtemp(prefix="zt-"))  # short: sockets of Ray lie in it

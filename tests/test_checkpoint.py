@@ -128,6 +128,12 @@ def damage_version(checkpoint):
     return "version 99 is newer"
 
 
+def damage_cursor(checkpoint):
+    text = (checkpoint / NAME).read_text()
+    (checkpoint / NAME).write_text(text.replace('"commits": 4', '"commits": 3'))
+    return "its checksum differs, it has been altered"
+
+
 def damage_no_manifest(checkpoint):
     (checkpoint / NAME).unlink()
     return "manifest.json is missing"

@@ -260,6 +260,18 @@ def test_a_run_stopped_before_its_first_step_leaves_its_name_free(
     assert not (here / "runs" / "a").exists()
 
 
+def test_a_run_that_another_process_trains_is_refused_and_unharmed(
+    here: Path, trainer: Callable[[Trainer], None]
+) -> None:
+    def again(*_: Any, **__: Any) -> dict[str, Any]:
+        assert "another process trains this run" in refused(run("train", "--name", "a"))
+        assert (here / "runs" / "a" / "config.toml").exists()
+        raise ZeroppError("seen")
+
+    trainer(again)
+    assert refused(run("train", "--name", "a"), code=1) == "seen"
+
+
 def test_a_refused_run_leaves_its_name_free(here: Path, trainer: Callable[[Trainer], None]) -> None:
     def refuse(*_: Any, **__: Any) -> dict[str, Any]:
         raise ConfigError("resources.cpus = 1: too many members")

@@ -118,3 +118,19 @@ def test_stopped_and_resumed(straight, command, stop, change):
     else:
         assert ours == theirs
         assert find(run.folder).digest(state=True) == find(straight).digest(state=True)
+
+
+@pytest.mark.full
+def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(straight, command):
+    """And what was just saved is never the one that is removed."""
+    run = command(*SMALL, "checkpoint.every_steps=5", "checkpoint.keep=2")
+    code, output = run.end([], within_s=120)
+    assert code == 0, output
+    folder = run.folder / "checkpoints"
+    older = find(folder / "step-00000015")
+    again = command("checkpoint.keep=1", "train.steps=18", resume=True, checkpoint=older.path.name)
+    code, output = again.end([], within_s=120)
+    assert code == 0, output
+    assert sorted(path.name for path in folder.iterdir()) == ["aside-1-step-00000020", "step-00000018"]
+    assert find(run.folder).step == 18
+    assert max(losses(run.folder)) == 18

@@ -13,6 +13,7 @@ and the manifest are on disk: what is visible is whole. Loading executes no code
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -65,7 +66,9 @@ class Manifest:
         }
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        """With a checksum over everything else in it, so that an altered manifest is noticed too."""
+        values = asdict(self)
+        return json.dumps({"checksum": _checksum(values), **values}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -73,8 +76,14 @@ class Manifest:
         values = json.loads(text)
         if values["version"] > VERSION:
             raise ValueError(f"version {values['version']} is newer than {VERSION}, which this program reads")
+        if values.pop("checksum") != _checksum(values):
+            raise ValueError("its checksum differs, it has been altered")
         files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
         return cls(progress=Progress(**values.pop("progress")), files=files, **values)
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def folder_name(step: int) -> str:

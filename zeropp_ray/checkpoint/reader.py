@@ -125,7 +125,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def folders(run: Path) -> Iterator[Path]:
     """The checkpoint folders of a run, newest first."""
-    yield from sorted((run / CHECKPOINTS).glob("step-*"), reverse=True)
+    yield from sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8), reverse=True)
 
 
 def latest(run: Path, warn: Callable[[str], None] = lambda text: None) -> Checkpoint:
