@@ -53,9 +53,8 @@ class Checkpoints:
         return bool(by_time or by_steps)
 
     def begin(self, progress: Progress, call: Call) -> list[Event]:
-        """Have all members copy their committed state;
-
-        they write while training goes on. ``call`` waits for a call at all of them.
+        """Have all members copy their committed state; they write while training goes on. ``call`` waits for a call at
+        all of them.
         """
         assert self._saving is None
         self._begun = progress.step

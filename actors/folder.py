@@ -11,9 +11,8 @@ from zeropp_ray.layout import Member
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a driver needs to know of where it runs:
-
-    the run's folder, scratch for progress files, and the directory it was started from.
+    """What a driver needs to know of where it runs: the run's folder, scratch for progress files, and the directory it
+    was started from.
     """
 
     path: Path

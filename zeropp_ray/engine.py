@@ -46,9 +46,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a step adds up at one member:
-
-    the loss *sum* in nats (fp64) and the valid tokens; zero except in the last stage.
+    """What a step adds up at one member: the loss *sum* in nats (of fp32 sums of micro-batches, added in fp64) and the
+    valid tokens; zero except in the last stage.
     """
 
     loss: float

@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """Coordinates of one member:
-
-    pipeline stage ``p``, shard ``f`` inside the stage, replica ``r`` of the whole mesh.
-    """
+    """Coordinates of one member: pipeline stage ``p``, shard ``f`` in the stage, replica ``r`` of the whole mesh."""
 
     p: int
     f: int

@@ -55,9 +55,8 @@ class Report:
 
 
 class StageMember:
-    """Built in three calls:
-
-    the constructor makes the chunks' weights, :meth:`join` shards them over the groups of an epoch.
+    """Built in three calls: the constructor makes the chunks' weights, :meth:`join` shards them over the groups of an
+    epoch.
     """
 
     def __init__(self, config: RunConfig, plan: Plan, me: Member, data: MemberData) -> None:
@@ -164,9 +163,8 @@ class StageMember:
         self._optimizer.update(learning_rate(decision.step, self.config.train), decision.factor)
 
     def evaluate(self, progress: Callable[[int], None] = lambda position: None) -> tuple[float, int]:
-        """Forward only over the held-out part, under the pipeline:
-
-        loss sum (nats) and tokens, zero except in the last stage.
+        """Forward only over the held-out part, under the pipeline: loss sum (nats) and tokens, zero except in the last
+        stage.
         """
         training = replace(self.counters)
         loss, tokens = 0.0, 0
@@ -205,9 +203,8 @@ class StageMember:
         return copies
 
     def save(self, copies: list[ParameterCopy], folder: Path) -> list[FileEntry]:
-        """Write this member's part of a checkpoint;
-
-        in a thread of its own, while steps go on. Replicas leave it to the first.
+        """Write this member's part of a checkpoint; in a thread of its own, while steps go on. Replicas leave it to the
+        first.
         """
         assert self._links is not None
         return [] if self.me.r else write(copies, self._links.checkpoint, self.me, folder)

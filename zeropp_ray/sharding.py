@@ -192,10 +192,7 @@ class FlatParameters:
         return not self._users
 
     def open_gradient(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Views of the unsharded gradient buffer by deferred parameter;
-
-        opened, zeroed, at the first ``W`` of a unit.
-        """
+        """Views of the unsharded gradient buffer by deferred parameter; opened at the first ``W`` of a unit."""
         if self._buffer is None:
             self._buffer = self._buffers.take(self.padded, self.shard.dtype)
             for slot in self._deferred:
@@ -205,9 +202,8 @@ class FlatParameters:
 
     @torch.no_grad()
     def reduce(self, *, last: bool) -> PendingReduce:
-        """Post the reduce of the open buffer into :attr:`gradient`;
-
-        the ``last`` one of a step takes the side buffer along.
+        """Post the reduce of the open buffer into :attr:`gradient`; the ``last`` one of a step takes the side buffer
+        along.
         """
         buffer = self._buffer
         assert buffer is not None, "a reduce without a W before it"

@@ -28,10 +28,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all members do with a step:
-
-    multiply the gradients of the loss *sum* by ``factor`` and update, or skip it.
-    """
+    """What all members do with a step: multiply gradients of the loss *sum* by ``factor`` and update, or skip."""
 
     step: int
     commit: bool

@@ -46,9 +46,8 @@ class Checkpoint:
         raise ConfigError(f"{self.path}: holds no {tensor}")
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A weight by its parameter's full name, or a moment by ``exp_avg.NAME`` or ``exp_avg_sq.NAME``;
-
-        mapped, read when used.
+        """A weight by its parameter's full name, or a moment by ``exp_avg.NAME`` or ``exp_avg_sq.NAME``; mapped, read
+        when used.
         """
         return self._file_of(name).get_tensor(name)
 
