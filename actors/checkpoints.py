@@ -70,7 +70,7 @@ class Checkpoints:
         self.blocked_s.append(time.perf_counter() - start)
         return []
 
-    def poll(self, started: Callable[[str], list[Any]] | None = None, *, wait: bool = False) -> list[Event]:
+    def poll(self, *, wait: bool = False) -> list[Event]:
         """Publish the save under way if all members are done with it; ``wait`` for them."""
         if self._saving is None:
             return []

@@ -7,9 +7,9 @@ decision on a step goes out with the call that starts the next one.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -24,10 +24,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from actors.checkpoints import Checkpoints
 from actors.failure import collect
 from actors.folder import RunFolder
+from actors.processes import running
 from actors.progress import STARTING, Position, read_progress
+from actors.record import Record
 from actors.stage_group import MemberHandle, StageGroup
-from zeropp_ray.checkpoint.manifest import Progress, folder_name
-from zeropp_ray.checkpoint.reader import CHECKPOINTS
+from zeropp_ray.checkpoint.manifest import Progress
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ZeroppError
 
@@ -55,7 +56,7 @@ class RunDriver:
         """
         run = Run(RunConfig.from_dict(config), plan, folder, data)
         try:
-            with run.members():
+            with _only_writer(folder.path), run.members():
                 yield from _in_batches(run.train())
             yield [run.outcome]
         except ZeroppError as error:
@@ -69,6 +70,14 @@ class RunDriver:
         run = Run(RunConfig.from_dict(config), plan, folder)
         with run.members():
             return run.evaluate(rounds)
+
+
+@contextmanager
+def _only_writer(run: Path) -> Iterator[None]:
+    """Wait for the driver of a job that was killed: it lives on for seconds, and writes. The system frees its lock."""
+    with (run / ".driver.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _in_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
@@ -156,7 +165,7 @@ class Run:
         here = ray.util.get_node_ip_address()
         pids = [m.identity.pid for m in self._all if m.identity and m.identity.host == here]
         deadline = time.monotonic() + GONE_S
-        while any(map(_running, pids)) and time.monotonic() < deadline:
+        while any(map(running, pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
         shutil.rmtree(self._folder.scratch, ignore_errors=True)
         self._store = None
@@ -236,7 +245,7 @@ class Run:
             if self._config.model.init_from:
                 self._call("adopt", timeout_s=self._config.resources.step_timeout_s)
             return Progress(step=0, commits=0, samples=0, tokens=0)
-        self._call("restore", self._folder.resume, timeout_s=START_S)
+        self._call("restore", self._folder.resume, timeout_s=self._config.resources.step_timeout_s)
         return open_checkpoint(self._folder.resume).manifest.progress
 
     def _after(self, progress: Progress, decision: Any) -> Progress:
@@ -271,116 +280,3 @@ class Run:
         sums = self._call("evaluate", timeout_s=rounds * self._config.resources.step_timeout_s)
         self._evaluating = False
         return Loss(sum(loss for loss, _ in sums), sum(tokens for _, tokens in sums))
-
-
-class Record:
-    """What is written about a run while it goes on:
-
-    ``metrics.jsonl``, one line a step or evaluation, and ``summary.json``.
-    """
-
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        self._folder = folder
-        lines = _lines_up_to(folder / "metrics.jsonl", progress.step)
-        self._metrics = (folder / "metrics.jsonl").open("w", buffering=1, encoding="utf-8")
-        self._metrics.writelines(json.dumps(line) + "\n" for line in lines)
-        self._losses: list[float | None] = [line["loss"] for line in lines if "loss" in line]
-        self._tokens = self._tokens_before = progress.tokens
-        self._skipped = progress.step - progress.commits
-        self._seconds: list[float] = []
-        self._own: list[tuple[float, float]] = []  # the driver's process time and its blocked time, of each step
-
-    def begin_step(self) -> None:
-        self._began = time.perf_counter(), time.process_time()
-
-    def committed(self, decision: Any, lr: float, busiest_s: float, steps: int) -> Event:
-        """Record a step; the event for whoever watches. ``busiest_s``: the longest that a member worked on it."""
-        seconds, process_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
-        self._seconds.append(seconds)
-        self._own.append((process_s, seconds - busiest_s))
-        self._losses.append(_finite(decision.loss))
-        self._tokens += decision.tokens
-        self._skipped += not decision.commit
-        line = {
-            "step": decision.step,
-            "loss": _finite(decision.loss),
-            "tokens": self._tokens,
-            "tokens_per_s": decision.tokens / seconds,
-            "grad_norm": _finite(decision.grad_norm),
-            "lr": lr,
-            "skipped": not decision.commit,
-            "seconds": seconds,
-        }
-        if decision.reason:
-            line["reason"] = decision.reason
-        self._metrics.write(json.dumps(line) + "\n")
-        return {"kind": "step", "steps": steps, "driver_process_s": process_s, **line}
-
-    def evaluated(self, step: int, validation_loss: float) -> Event:
-        line = {"step": step, "validation_loss": _finite(validation_loss)}
-        self._metrics.write(json.dumps(line) + "\n")
-        return {"kind": "eval", **line}
-
-    def finish(self, reports: list[Any], validation_loss: float, checkpoints: Checkpoints) -> dict[str, Any]:
-        """Write and return the summary. Counts are totals over all members; the driver's times are medians per step."""
-        from zeropp_ray.comm.base import Counters
-
-        total = Counters()
-        for report in reports:
-            total.add(report.counters)
-        counts = total.as_dict()
-        settled = self._own[1:] or self._own  # the first step warms up
-        summary = {
-            "version": 1,
-            "steps": len(self._losses),
-            "tokens": self._tokens,
-            "skipped_steps": self._skipped,
-            "first_loss": self._losses[0],
-            "last_loss": self._losses[-1],
-            "validation_loss": _finite(validation_loss),
-            "tokens_per_s": (self._tokens - self._tokens_before) / sum(self._seconds),
-            "seconds": sum(self._seconds),
-            "gathers": total.gathers,
-            "reduces": total.reduces,
-            "bytes": sum(
-                value for name, value in counts.items() if name.endswith("bytes") and name != "received_bytes"
-            ),
-            "traffic": counts,
-            "peak_live_chunks": [report.measured.peak_live_chunks for report in reports],
-            "peak_resident_elements": [report.measured.peak_resident_elements for report in reports],
-            "peak_open_gradient_buffers": [report.peak_open_gradient_buffers for report in reports],
-            "checkpoint": f"{CHECKPOINTS}/{folder_name(checkpoints.saved_step)}"
-            if checkpoints.saved_step > 0
-            else None,
-            "checkpoint_blocked_s": _median(checkpoints.blocked_s) if checkpoints.blocked_s else None,
-            "driver_process_s_per_step": _median([process for process, _ in settled]),
-            "driver_blocked_s_per_step": _median([blocked for _, blocked in settled]),
-        }
-        (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        self._metrics.close()
-        return summary
-
-
-def _lines_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of an earlier part of the run that still hold: a resumed run takes the later ones again."""
-    if not path.exists():
-        return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return [line for line in lines if line["step"] <= step]
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

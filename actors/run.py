@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.folder import RunFolder
+from actors.processes import running
 from zeropp_ray.checkpoint.reader import Checkpoint
 from zeropp_ray.checkpoint.resume import check_same_data, check_same_parameters, identity_of
 from zeropp_ray.config import RunConfig
@@ -87,23 +88,13 @@ def _scratch() -> Iterator[Path]:
     """A temporary folder of this process. Those of processes that were killed are removed on the way."""
     for left in Path(tempfile.gettempdir()).glob("zeropp-*-*"):
         pid = left.name.split("-")[1]
-        if pid.isdigit() and not _exists(int(pid)):
+        if pid.isdigit() and not running(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"zeropp-{os.getpid()}-"))
     try:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 @contextmanager

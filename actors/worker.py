@@ -27,10 +27,7 @@ class Identity:
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
 class StageWorker:
-    """Built in steps, so that constructor arguments stay tiny:
-
-    ``build``, then ``join`` an epoch, then one ``advance`` per step.
-    """
+    """Built in steps, so that constructor arguments stay tiny: ``build``, ``join`` an epoch, one ``advance`` a step."""
 
     def __init__(self, me: Member) -> None:
         self._me = me

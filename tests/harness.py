@@ -138,6 +138,11 @@ def start_from_the_folder(member: StageMember) -> None:
     member.set_weights(weights.__getitem__)
 
 
+def rejoin(member: StageMember, at: Rendezvous) -> None:
+    member.abort()
+    member.join(connect(at, member.plan.layout, member.me, host="127.0.0.1"))
+
+
 @dataclass
 class Run:
     """The members of a layout, called together."""
@@ -145,6 +150,7 @@ class Run:
     config: RunConfig
     plan: Plan
     pipes: list[tuple[Member, Any]]
+    at: Rendezvous
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         for _, pipe in self.pipes:
@@ -194,7 +200,7 @@ def members(config: RunConfig, samples: Samples, sabotage: Callable[[Member], No
             theirs.close()
             started.append(process)
             pipes.append((me, ours))
-        run = Run(config, plan, pipes)
+        run = Run(config, plan, pipes, at)
         run.answers()
         yield run
     finally:

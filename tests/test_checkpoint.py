@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -70,6 +71,16 @@ def test_the_same_layout_goes_on_bit_for_bit(saved, tmp_path):
     straight = latest(folder)
     assert again.digest(state=True) == straight.digest(state=True)
     assert open_checkpoint(folder / "checkpoints" / "step-00000002").digest() != straight.digest()
+
+
+def test_a_later_epoch_goes_on_bit_for_bit(saved):
+    """All members leave their groups after step 3, form new ones on the same store, and take step 4."""
+    folder, config, losses, _ = saved
+    with harness.members(config, samples_of(config)) as run:
+        run.call("load", folder / "checkpoints" / "step-00000002")
+        first = steps(run, 3, 3)
+        run.call("rejoin", dataclasses.replace(run.at, epoch=1))
+        assert first + steps(run, 4, 4) == losses
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1, 1, 8), (1, 2, 3, 1, 0), (4, 1, 1, 2, 4)], ids=str)

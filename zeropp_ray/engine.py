@@ -186,7 +186,7 @@ class Engine:
         return Sums(sum(step.losses[m].item() for m in sorted(step.losses)), step.tokens)
 
     def abort(self) -> None:
-        """Drop the running step; shards, moments and model stay. The groups must have been closed before."""
+        """Drop what a step left, if it did not end; shards, moments and model stay. Not while one runs."""
         self.step = RunningStep()
         self.weights.clear()
         for flat in self.sets:

@@ -79,6 +79,7 @@ class StageMember:
         """Enter an epoch. The first one shards the weights; a later one keeps the shards and changes the groups."""
         self._links = links
         if self._engine is not None:
+            self._engine.abort()
             self._engine.links = links
             for flat in self._engine.sets:
                 flat.rebind(links.stage)
@@ -180,7 +181,7 @@ class StageMember:
         return loss, tokens
 
     def abort(self) -> None:
-        """Leave the epoch and drop the running step. Callable from another thread while a step blocks."""
+        """Leave the epoch. Callable from another thread while a step blocks; the next ``join`` drops what it left."""
         if self._links is not None:
             self._links.close()
 

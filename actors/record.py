@@ -1,0 +1,119 @@
+"""The record of a run: ``metrics.jsonl``, one line a step or evaluation, and ``summary.json``."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from actors.checkpoints import Checkpoints
+from zeropp_ray.checkpoint.manifest import Progress, folder_name
+from zeropp_ray.checkpoint.reader import CHECKPOINTS
+
+Event = dict[str, Any]
+
+
+class Record:
+    """Written while a run goes on. A resumed run keeps the lines up to its checkpoint and takes the later ones anew."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._folder = folder
+        metrics, kept = folder / "metrics.jsonl", folder / ".metrics.jsonl"
+        lines = _lines_up_to(metrics, progress.step)
+        kept.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        kept.replace(metrics)  # at once, so that the history is never lost
+        self._metrics = metrics.open("a", buffering=1, encoding="utf-8")
+        self._losses: list[float | None] = [line["loss"] for line in lines if "loss" in line]
+        self._tokens = self._tokens_before = progress.tokens
+        self._skipped = progress.step - progress.commits
+        self._seconds: list[float] = []
+        self._own: list[tuple[float, float]] = []  # the driver's process time and its blocked time, of each step
+
+    def begin_step(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+
+    def committed(self, decision: Any, lr: float, busiest_s: float, steps: int) -> Event:
+        """Record a step; the event for whoever watches. ``busiest_s``: the longest that a member worked on it."""
+        seconds, process_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+        self._seconds.append(seconds)
+        self._own.append((process_s, seconds - busiest_s))
+        self._losses.append(_finite(decision.loss))
+        self._tokens += decision.tokens
+        self._skipped += not decision.commit
+        line = {
+            "step": decision.step,
+            "loss": _finite(decision.loss),
+            "tokens": self._tokens,
+            "tokens_per_s": decision.tokens / seconds,
+            "grad_norm": _finite(decision.grad_norm),
+            "lr": lr,
+            "skipped": not decision.commit,
+            "seconds": seconds,
+        }
+        if decision.reason:
+            line["reason"] = decision.reason
+        self._metrics.write(json.dumps(line) + "\n")
+        return {"kind": "step", "steps": steps, "driver_process_s": process_s, **line}
+
+    def evaluated(self, step: int, validation_loss: float) -> Event:
+        line = {"step": step, "validation_loss": _finite(validation_loss)}
+        self._metrics.write(json.dumps(line) + "\n")
+        return {"kind": "eval", **line}
+
+    def finish(self, reports: list[Any], validation_loss: float, checkpoints: Checkpoints) -> dict[str, Any]:
+        """Write and return the summary. Counts are totals over all members; the driver's times are medians per step."""
+        from zeropp_ray.comm.base import Counters
+
+        total = Counters()
+        for report in reports:
+            total.add(report.counters)
+        counts = total.as_dict()
+        settled = self._own[1:] or self._own  # the first step warms up
+        summary = {
+            "version": 1,
+            "steps": len(self._losses),
+            "tokens": self._tokens,
+            "skipped_steps": self._skipped,
+            "first_loss": self._losses[0],
+            "last_loss": self._losses[-1],
+            "validation_loss": _finite(validation_loss),
+            "tokens_per_s": (self._tokens - self._tokens_before) / sum(self._seconds),
+            "seconds": sum(self._seconds),
+            "gathers": total.gathers,
+            "reduces": total.reduces,
+            "bytes": sum(
+                value for name, value in counts.items() if name.endswith("bytes") and name != "received_bytes"
+            ),
+            "traffic": counts,
+            "peak_live_chunks": [report.measured.peak_live_chunks for report in reports],
+            "peak_resident_elements": [report.measured.peak_resident_elements for report in reports],
+            "peak_open_gradient_buffers": [report.peak_open_gradient_buffers for report in reports],
+            "checkpoint": f"{CHECKPOINTS}/{folder_name(checkpoints.saved_step)}"
+            if checkpoints.saved_step > 0
+            else None,
+            "checkpoint_blocked_s": _median(checkpoints.blocked_s) if checkpoints.blocked_s else None,
+            "driver_process_s_per_step": _median([process for process, _ in settled]),
+            "driver_blocked_s_per_step": _median([blocked for _, blocked in settled]),
+        }
+        (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        self._metrics.close()
+        return summary
+
+
+def _lines_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of an earlier part of the run that still hold: a resumed run takes the later ones again."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return [line for line in lines if line["step"] <= step]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
