@@ -2,39 +2,60 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from zeropp_ray.checkpoint.manifest import VERSION, Manifest, Progress, entries, folder_name, publish
-from zeropp_ray.checkpoint.reader import CHECKPOINTS, folders
+from zeropp_ray.checkpoint import run_id
+from zeropp_ray.checkpoint.manifest import (
+    CHECKPOINTS,
+    VERSION,
+    Manifest,
+    Progress,
+    entries,
+    folder_name,
+    folders,
+    publish,
+)
+from zeropp_ray.checkpoint.reader import latest, open_checkpoint
 from zeropp_ray.config import RunConfig
+from zeropp_ray.errors import ConfigError
 
 Event = dict[str, Any]
 Call = Callable[..., list[Any]]
+
+TRIES = 3  # of the last save, which no later one makes up for
+AGAIN_S = 1.0  # between them
 
 
 class Checkpoints:
     """At most one save is under way; one that falls due meanwhile waits. A failed one is told, and the run goes on."""
 
     def __init__(self, config: RunConfig, run: Path, units: list[int], data: dict[str, Any], saved: int) -> None:
-        self._config, self._run, self._units, self._data = config, run, units, data
-        self._folder = run / CHECKPOINTS
+        self._config, self._units, self._data = config, units, data
+        self._id, self._folder = run_id.read(run), run / CHECKPOINTS
         self._last_time = time.monotonic()
         self._saving: tuple[Progress, Path, list[Any]] | None = None
         self.saved_step = saved  # newest step that is on disk; 0: none
         self._begun = saved  # step of the last save that was begun
+        self._failure = ""  # of the last save that failed
+        self._finishing = False
         self.blocked_s: list[float] = []  # how long the members' main threads stood still for each
         for left in self._folder.glob(".step-*"):  # of a run that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
-        for later in folders(run):
-            if later.name > folder_name(saved):  # damaged, or of an attempt that is given up by going on from before it
-                later.rename(self._aside(later.name))
+        self._own: list[Path] = []  # newest first; what is not the run's, or damaged, is never removed
+        for path in folders(run):
+            if path.name > folder_name(saved):  # of an attempt that is given up by going on from before it, or not good
+                path.rename(self._aside(path.name))
+            elif _is_own(path, run):
+                self._own.append(path)
 
     def _aside(self, name: str) -> Path:
         """A name under which a checkpoint stays, but is no longer one of the run's."""
@@ -82,6 +103,7 @@ class Checkpoints:
         try:
             manifest = Manifest(
                 version=VERSION,
+                run=self._id,
                 progress=progress,
                 config=self._config.to_dict(),
                 units=self._units,
@@ -89,26 +111,61 @@ class Checkpoints:
                 files=entries(ray.get(files)),
             )
             final = self._folder / folder_name(progress.step)
-            if final.exists():  # of an earlier try at the same step, and damaged
-                _remove(final)
+            if final.exists():  # put there by someone else since the start
+                final.rename(self._aside(final.name))
             publish(partial, final, manifest)
         except (OSError, RayTaskError, RayActorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             cause = error.cause if isinstance(error, RayTaskError) else error
             return [self._failed(progress, " ".join(str(cause).split()))]
         self.saved_step = progress.step
+        self._own.insert(0, final)
         if keep := self._config.checkpoint.keep:
-            for old in list(folders(self._run))[keep:]:
-                if old != final:
-                    _remove(old)
+            for old in self._own[keep:]:
+                _remove(old)
+            del self._own[keep:]
         return [{"kind": "checkpoint", "step": progress.step, "path": str(final)}]
 
+    def finish(self, progress: Progress, call: Call) -> Iterator[Event]:
+        """Save the end of the run unless it is saved, by trying several times."""
+        yield from self.poll(wait=True)
+        self._finishing = True
+        for attempt in range(TRIES):
+            if self.saved_step == progress.step:
+                return
+            time.sleep(AGAIN_S if attempt else 0.0)
+            yield from self.begin(progress, call)
+            yield from self.poll(wait=True)
+
+    def unsaved(self, progress: Progress) -> str:
+        """Why the end of the run is not saved and what there is to go on from, in words; empty if it is saved."""
+        if self.saved_step == progress.step:
+            return ""
+        text, run = f"step {progress.step} could not be saved ({self._failure})", self._folder.parent
+        try:
+            newest = latest(run).path.name
+        except (ConfigError, OSError):
+            return f"{text}, and the run has no good checkpoint: what it learned is lost"
+        return (
+            f"{text}; the newest good checkpoint is {newest}, go on with: zeropp train --resume {shlex.quote(str(run))}"
+        )
+
     def _failed(self, progress: Progress, cause: str) -> Event:
-        text = f"checkpoint of step {progress.step} failed: {cause}; the run goes on without it"
-        return {"kind": "log", "text": text}
+        self._failure = cause
+        then = "" if self._finishing else "; the run goes on without it"
+        return {"kind": "log", "text": f"checkpoint of step {progress.step} failed: {cause}{then}"}
+
+
+def _is_own(path: Path, run: Path) -> bool:
+    try:
+        return not open_checkpoint(path).misplaced(run)
+    except ConfigError:
+        return False
 
 
 def _remove(checkpoint: Path) -> None:
     """Out of sight first: a folder that is half removed must not look like a checkpoint."""
-    hidden = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old"))
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
+    with suppress(FileNotFoundError):  # somebody else removed it
+        checkpoint.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)

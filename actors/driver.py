@@ -7,7 +7,6 @@ decision on a step goes out with the call that starts the next one.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import shutil
@@ -15,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from actors.checkpoints import Checkpoints
 from actors.failure import collect
 from actors.folder import RunFolder
+from actors.locks import only_driver
 from actors.processes import running
 from actors.progress import STARTING, Position, read_progress
 from actors.record import Record
@@ -40,6 +39,7 @@ Event = dict[str, Any]
 TELL_S = 0.5  # the job process hears of steps at most this often
 PLACE_S = 60.0  # how long the members' bundles are waited for
 START_S = 120.0  # how long members may take to start and to build
+SLOW = 1.2  # matrix products in bf16 that take so many times as long as in fp32 are worth a remark
 GONE_S = 3.0  # how long the end of killed processes is waited for
 
 
@@ -51,12 +51,12 @@ class RunDriver:
         """Train to the end; call it with ``num_returns="streaming"``. Yields what happened, at most every
         :data:`TELL_S` seconds.
 
-        The last event is ``{"kind": "done", "summary": …}`` or ``{"kind": "failed", "error": cause}``; by then nothing
-        of the run is left.
+        The first event is ``{"kind": "started"}``, the last ``{"kind": "done", "summary": …}``, ``{"kind": "stopped",
+        "step": …, "error": …}`` or ``{"kind": "failed", "error": cause}``; by then nothing of the run is left.
         """
         run = Run(RunConfig.from_dict(config), plan, folder, data)
         try:
-            with _only_writer(folder.path), run.members():
+            with only_driver(folder.path, folder.job), run.members():
                 yield from _in_batches(run.train())
             yield [run.outcome]
         except ZeroppError as error:
@@ -70,14 +70,6 @@ class RunDriver:
         run = Run(RunConfig.from_dict(config), plan, folder)
         with run.members():
             return run.evaluate(rounds)
-
-
-@contextmanager
-def _only_writer(run: Path) -> Iterator[None]:
-    """Wait for the driver of a job that was killed: it lives on for seconds, and writes. The system frees its lock."""
-    with (run / ".driver.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _in_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
@@ -204,16 +196,22 @@ class Run:
         checkpoints = Checkpoints(
             self._config, self._folder.path, list(self._plan.program.spec.units), self._data, progress.step
         )
+        yield from self._remarks()
+        yield {"kind": "started"}
+        # The second step is the first with an update in it.
+        measured = min(progress.step + 2, train.steps) if self._config.resources.measure_memory else 0
         for step in range(progress.step + 1, train.steps + 1):
             if self._folder.stop.exists():
                 break
             record.begin_step()
-            votes = self._call("advance", step, decision, timeout_s=limit)
+            votes = self._call("advance_measured" if step == measured else "advance", step, decision, timeout_s=limit)
             decision = decide(step, votes, train.clip_norm)
             progress = self._after(progress, decision)
             yield record.committed(
                 decision, self._learning_rate(step), max(vote.seconds for vote in votes), train.steps
             )
+            if step == measured:
+                yield record.measured(step, self._memory())
             yield from checkpoints.poll()
             last = step == train.steps
             evaluate = last or (train.eval_every and step % train.eval_every == 0)
@@ -227,15 +225,13 @@ class Run:
                 validation = self._evaluate().per_token
                 yield record.evaluated(step, validation)
         self._call("flush", decision, timeout_s=limit)
-        yield from checkpoints.poll(wait=True)
-        if progress.step != checkpoints.saved_step:
-            yield from checkpoints.begin(progress, self._saving_call)
-            yield from checkpoints.poll(wait=True)
+        yield from checkpoints.finish(progress, self._saving_call)
+        error = checkpoints.unsaved(progress)
         if progress.step == train.steps:
-            summary = record.finish(self._call("report", timeout_s=limit), validation, checkpoints)
+            summary = record.finish(self._call("report", timeout_s=limit), validation, checkpoints, error)
             self.outcome = {"kind": "done", "summary": summary}
         else:
-            self.outcome = {"kind": "stopped", "step": progress.step, "saved": checkpoints.saved_step == progress.step}
+            self.outcome = {"kind": "stopped", "step": progress.step, "error": error}
 
     def _begin(self) -> Progress:
         """Where the run stands before its first step: at the beginning, or where the checkpoint was."""
@@ -247,6 +243,33 @@ class Run:
             return Progress(step=0, commits=0, samples=0, tokens=0)
         self._call("restore", self._folder.resume, timeout_s=self._config.resources.step_timeout_s)
         return open_checkpoint(self._folder.resume).manifest.progress
+
+    def _memory(self) -> list[dict[str, Any]]:
+        """The tensor memory that was measured at each member and what was predicted for it, in bytes by kind."""
+        from zeropp_ray.planner.memory import predict_memory
+
+        predicted = [predict_memory(self._plan, self._config, stage) for stage in range(self._plan.layout.stages)]
+        reports = self._call("report", timeout_s=self._config.resources.step_timeout_s)
+        return [
+            {
+                "member": str(member.me),
+                "at": report.memory.where,
+                "predicted": predicted[member.me.p],
+                "measured": report.memory.at_peak,
+                "highest": report.memory.highest,
+            }
+            for member, report in zip(self._all, reports, strict=True)
+        ]
+
+    def _remarks(self) -> Iterator[Event]:
+        """What is no error and should be known before the first step."""
+        if self._config.train.dtype != "bfloat16":
+            return
+        times = self._call("time_against_fp32", timeout_s=START_S)
+        slowest, member = max(zip(times, map(str, self._all), strict=True))
+        if slowest > SLOW:
+            text = f"takes {slowest:.3g} times as long as in float32 at {member}, whose processor has no instructions"
+            yield {"kind": "log", "text": f"train.dtype = 'bfloat16': a matrix product {text}; use float32 for speed"}
 
     def _after(self, progress: Progress, decision: Any) -> Progress:
         return replace(

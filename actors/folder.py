@@ -20,6 +20,7 @@ class RunFolder:
     start_directory: str
     resume: Path | None = None  # the checkpoint to go on from
     text: Request | None = None  # evaluate on this, and do not train
+    job: str = ""  # the job process, see locks.py
 
     def progress_of(self, member: Member) -> Path:
         """The file in which a member notes where it is."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from actors.checkpoints import Checkpoints
-from zeropp_ray.checkpoint.manifest import Progress, folder_name
-from zeropp_ray.checkpoint.reader import CHECKPOINTS
+from zeropp_ray.checkpoint.manifest import CHECKPOINTS, Progress, folder_name
 
 Event = dict[str, Any]
 
@@ -24,12 +24,16 @@ class Record:
         lines = _lines_up_to(metrics, progress.step)
         kept.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         kept.replace(metrics)  # at once, so that the history is never lost
-        self._metrics = metrics.open("a", buffering=1, encoding="utf-8")
+        (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
+        self._metrics, self._unwritten = metrics.open("ab", buffering=0), b""
         self._losses: list[float | None] = [line["loss"] for line in lines if "loss" in line]
         self._tokens = self._tokens_before = progress.tokens
-        self._skipped = progress.step - progress.commits
+        self._committed = progress.commits
+        self._skipped, self._reason = progress.step - progress.commits, ""
         self._seconds: list[float] = []
         self._own: list[tuple[float, float]] = []  # the driver's process time and its blocked time, of each step
+
+        self._memory: dict[str, Any] | None = None
 
     def begin_step(self) -> None:
         self._began = time.perf_counter(), time.process_time()
@@ -41,6 +45,7 @@ class Record:
         self._own.append((process_s, seconds - busiest_s))
         self._losses.append(_finite(decision.loss))
         self._tokens += decision.tokens
+        self._committed += decision.commit
         self._skipped += not decision.commit
         line = {
             "step": decision.step,
@@ -53,26 +58,49 @@ class Record:
             "seconds": seconds,
         }
         if decision.reason:
-            line["reason"] = decision.reason
-        self._metrics.write(json.dumps(line) + "\n")
+            line["reason"] = self._reason = decision.reason
+        self._write(line)
         return {"kind": "step", "steps": steps, "driver_process_s": process_s, **line}
 
     def evaluated(self, step: int, validation_loss: float) -> Event:
         line = {"step": step, "validation_loss": _finite(validation_loss)}
-        self._metrics.write(json.dumps(line) + "\n")
+        self._write(line)
         return {"kind": "eval", **line}
 
-    def finish(self, reports: list[Any], validation_loss: float, checkpoints: Checkpoints) -> dict[str, Any]:
-        """Write and return the summary. Counts are totals over all members; the driver's times are medians per step."""
+    def measured(self, step: int, members: list[dict[str, Any]]) -> Event:
+        """Keep what was measured of the members' memory in ``step``; the event tells of the fullest."""
+        self._memory = {"step": step, "members": members}
+        return {"kind": "memory", "step": step, **max(members, key=lambda member: sum(member["measured"].values()))}
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """What a full disk does not take waits for the next line: a run does not end for it."""
+        self._unwritten += json.dumps(line).encode() + b"\n"
+        with suppress(OSError):
+            self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
+
+    def finish(
+        self, reports: list[Any], validation_loss: float, checkpoints: Checkpoints, error: str
+    ) -> dict[str, Any]:
+        """Write and return the summary. Counts are totals over all members; the driver's times are medians per step.
+
+        ``error``: what went wrong with a run that has all its steps, in words; empty if nothing did.
+        """
         from zeropp_ray.comm.base import Counters
 
+        if not self._committed:
+            error = error or (
+                f"nothing was learned: all {self._skipped} steps were skipped, the last because {self._reason}; check "
+                "the model's starting weights, its forward and the text"
+            )
         total = Counters()
         for report in reports:
             total.add(report.counters)
         counts = total.as_dict()
         settled = self._own[1:] or self._own  # the first step warms up
         summary = {
-            "version": 1,
+            "version": 2,
+            "outcome": "failed" if error else "done",
+            "error": error or None,
             "steps": len(self._losses),
             "tokens": self._tokens,
             "skipped_steps": self._skipped,
@@ -88,8 +116,10 @@ class Record:
             ),
             "traffic": counts,
             "peak_live_chunks": [report.measured.peak_live_chunks for report in reports],
+            "peak_chunk_inputs": [report.measured.peak_chunk_inputs for report in reports],
             "peak_resident_elements": [report.measured.peak_resident_elements for report in reports],
             "peak_open_gradient_buffers": [report.peak_open_gradient_buffers for report in reports],
+            "memory": self._memory,
             "checkpoint": f"{CHECKPOINTS}/{folder_name(checkpoints.saved_step)}"
             if checkpoints.saved_step > 0
             else None,
@@ -97,8 +127,13 @@ class Record:
             "driver_process_s_per_step": _median([process for process, _ in settled]),
             "driver_blocked_s_per_step": _median([blocked for _, blocked in settled]),
         }
-        (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         self._metrics.close()
+        path = self._folder / "summary.json"
+        try:
+            path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        except OSError as caught:
+            path.unlink(missing_ok=True)
+            summary |= {"outcome": "failed", "error": error or f"{path} could not be written: {caught.strerror}"}
         return summary
 
 

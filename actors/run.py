@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shlex
@@ -10,14 +11,16 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from actors.folder import RunFolder
+from actors.locks import holder
 from actors.processes import running
+from actors.stopping import REPEAT_S, StopSignals, interrupt
+from zeropp_ray.checkpoint import run_id
 from zeropp_ray.checkpoint.reader import Checkpoint
 from zeropp_ray.checkpoint.resume import check_same_data, check_same_parameters, identity_of
 from zeropp_ray.config import RunConfig
@@ -40,32 +43,40 @@ def run_training(
     run_dir: Path,
     on_event: Callable[[Event], None],
     resume: Checkpoint | None = None,
+    stop: StopSignals | None = None,
 ) -> dict[str, Any]:
     """Train and return the summary. ``address`` None starts a cluster on this machine, and ends it afterwards.
 
-    ``resume``: the checkpoint to go on from. SIGINT, SIGTERM and SIGHUP stop the run after the step at hand,
-    with a checkpoint.
+    ``resume``: the checkpoint to go on from. ``stop``: the signals that stop the run after the step at hand, with a
+    checkpoint; a second one ends it at once, and so does the first before a step has begun.
 
     Raises ConfigError before anything is started if the run cannot work, ZeroppError with the cause if it failed,
-    Stopped if it was asked to stop.
+    Stopped if it was asked to stop and is saved, KeyboardInterrupt if it was ended at once. A run that has all its
+    steps, but is not saved or learned nothing, returns with ``error`` in its summary.
     """
+    stop = stop or StopSignals()
+    stop.hand_to(interrupt)
     plan = make_plan(config)
     corpus = load_corpus(config, plan.description.vocab)  # told before Ray starts
-    data = identity_of(corpus.train, corpus.validation)
+    data = identity_of(corpus)
     if resume is not None:
-        check_same_parameters(resume, plan.description.shapes)
+        check_same_parameters(resume, plan.description.shapes, plan.description.frozen)
         check_same_data(resume, data)
     else:
         initial_weights(config)  # their names and sizes are checked
+        run_id.create(run_dir)
     on_event({"kind": "plan", **plan.table(config)})
     if config.model.init_from and foreign_tokenizer(Path(config.model.init_from), corpus.tokenizer):
         there = config.model.init_from
         text = f"{there} knows other tokens than the text; make them with zeropp data prepare --tokenizer {there}"
         on_event({"kind": "log", "text": text})
+    stop.hand_to(None)  # ray.init is not to be interrupted
     with _scratch() as scratch, cluster(config, address, on_event):
-        folder = RunFolder(run_dir.resolve(), scratch, str(Path.cwd()), resume.path.resolve() if resume else None)
-        with _stopping_on_signals(folder, on_event):
-            return _drive(config, plan, folder, data, on_event)
+        checkpoint = resume.path.resolve() if resume else None
+        folder = RunFolder(run_dir.resolve(), scratch, str(Path.cwd()), checkpoint, job=holder(run_dir))
+        stop.listen()
+        stop.hand_to(interrupt)
+        return _drive(config, plan, folder, data, on_event, stop)
 
 
 def run_evaluation(config: RunConfig, checkpoint: Checkpoint, text: Request, *, address: str | None) -> Loss:
@@ -109,17 +120,19 @@ def cluster(config: RunConfig, address: str | None, on_event: Callable[[Event], 
         cores = os.cpu_count() or 1
         if needed > cores:
             on_event({"kind": "log", "text": f"{needed:g} CPUs for the members on {cores} cores: they take turns"})
-        ray.init(
-            address="local",
-            num_cpus=max(1, -int(-needed // 1)),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            **options,
-        )
+        with _left_alone():
+            ray.init(
+                address="local",
+                num_cpus=max(1, -int(-needed // 1)),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                **options,
+            )
     else:
         _check_answers(address)
         try:
-            ray.init(address=address, **options)
+            with _left_alone():
+                ray.init(address=address, **options)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"--address {address}: no Ray cluster answers there: {str(error).splitlines()[0]}"
@@ -137,6 +150,30 @@ def cluster(config: RunConfig, address: str | None, on_event: Callable[[Event], 
         ray.shutdown()
 
 
+@contextmanager
+def _left_alone() -> Iterator[None]:
+    """Has ray.init keep off two things that would lose a run which is told to stop. Ray has no settings for them.
+
+    Its processes get a session of their own: what is sent to the group of this one, as by GNU ``timeout`` or a terminal
+    that closes, must not end them before the run is saved. (On Linux they end with this process all the same.) And it
+    leaves SIGTERM to whoever listens to it already.
+    """
+    import ray._private.services
+    import ray._private.utils
+
+    services: Any = ray._private.services
+    utils: Any = ray._private.utils
+    popen, take_sigterm = getattr(services, "ConsolePopen", None), getattr(utils, "set_sigterm_handler", None)
+    if popen is not None and sys.platform.startswith("linux"):
+        services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        services.ConsolePopen, utils.set_sigterm_handler = popen, take_sigterm
+
+
 def _check_answers(address: str) -> None:
     """ConfigError if nothing listens at HOST:PORT; Ray itself would try for minutes."""
     host, colon, port = address.rpartition(":")
@@ -150,43 +187,38 @@ def _check_answers(address: str) -> None:
         ) from None
 
 
-@contextmanager
-def _stopping_on_signals(folder: RunFolder, on_event: Callable[[Event], None]) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP ask the driver to stop at the next commit; a second one ends the run at once."""
-
-    def ask(number: int, frame: Any) -> None:
-        if folder.stop.exists():
-            raise KeyboardInterrupt
-        folder.stop.touch()
-        on_event({"kind": "log", "text": "stopping after this step, with a checkpoint; once more ends the run at once"})
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _drive(
-    config: RunConfig, plan: Plan, folder: RunFolder, data: dict[str, Any], on_event: Callable[[Event], None]
+    config: RunConfig,
+    plan: Plan,
+    folder: RunFolder,
+    data: dict[str, Any],
+    on_event: Callable[[Event], None],
+    stop: StopSignals,
 ) -> dict[str, Any]:
     import ray
 
+    def ask() -> None:
+        folder.stop.touch()
+        more = f"once more, {REPEAT_S:g} s later or more, ends the run at once"
+        on_event({"kind": "log", "text": f"stopping after this step, with a checkpoint; {more}"})
+
     with _driver() as driver:
-        for batch in driver.run.options(num_returns="streaming").remote(config.to_dict(), plan, folder, data):
-            for event in ray.get(batch):
-                if event["kind"] == "done":
-                    return event["summary"]
-                if event["kind"] == "failed":
-                    print(event["trace"], file=sys.stderr)  # the log, under a command
-                    raise ZeroppError(event["error"])
-                if event["kind"] == "stopped":
-                    raise Stopped(_stopped(event, folder.path))
-                on_event(event)
+        try:
+            for batch in driver.run.options(num_returns="streaming").remote(config.to_dict(), plan, folder, data):
+                for event in ray.get(batch):
+                    if event["kind"] == "started":
+                        stop.hand_to(ask)
+                    elif event["kind"] == "done":
+                        return event["summary"]
+                    elif event["kind"] == "failed":
+                        print(event["trace"], file=sys.stderr)  # the log, under a command
+                        raise ZeroppError(event["error"])
+                    elif event["kind"] == "stopped":
+                        raise _stopped(event, folder.path)
+                    else:
+                        on_event(event)
+        finally:
+            stop.hand_to(lambda: None)  # there is only left to tidy up
     raise AssertionError("the driver ended without a word")
 
 
@@ -215,11 +247,11 @@ def _driver() -> Iterator[Any]:
         ray.kill(driver, no_restart=True)
 
 
-def _stopped(event: Event, run: Path) -> str:
+def _stopped(event: Event, run: Path) -> BaseException:
     if not event["step"]:
-        return "stopped before the first step"
-    if not event["saved"]:
-        return f"stopped after step {event['step']}, which could not be saved; see the messages above"
-    return (
+        return KeyboardInterrupt()
+    if event["error"]:
+        return ZeroppError(f"stopped; {event['error']}")
+    return Stopped(
         f"stopped after step {event['step']}, which is saved; go on with: zeropp train --resume {shlex.quote(str(run))}"
     )

@@ -24,42 +24,53 @@ def checkpoint() -> None:
 @checkpoint.command(name="ls")
 @click.argument("run", type=click.Path(path_type=Path))
 def list_checkpoints(run: Path) -> None:
-    """List the checkpoints of RUN, newest first: step, tokens, size, and what is wrong with it if something is."""
+    """List the checkpoints of RUN, newest first: step, tokens, size, and what is wrong with it if something is, such as
+    that it is of another run.
+    """
     from jobs.report import size
-    from zeropp_ray.checkpoint.reader import folder_of_run, folders, open_checkpoint
+    from zeropp_ray.checkpoint.manifest import folders
+    from zeropp_ray.checkpoint.reader import folder_of_run, open_checkpoint
 
     run = folder_of_run(run)
     for path in folders(run):
         try:
             found = open_checkpoint(path)
+            wrong = found.misplaced(run)
         except ConfigError as error:
             click.echo(f"{path.name}  {error}")
             continue
         total = sum(entry.bytes for entry in found.manifest.files.values())
-        click.echo(f"{path.name}  step {found.step}  {found.manifest.progress.tokens:,} tokens  {size(total)}")
+        said = (f"step {found.step}", f"{found.manifest.progress.tokens:,} tokens", size(total), *wrong)
+        click.echo(f"{path.name}  {'  '.join(said)}")
 
 
 @checkpoint.command()
 @click.argument("where", type=click.Path(path_type=Path))
 def verify(where: Path) -> None:
-    """Read every byte of the checkpoints of WHERE, a run or a checkpoint, and compare it with its checksum.
+    """Read every byte of the checkpoints of WHERE, a run or a checkpoint, and compare it with its checksum; and tell
+    those that lie in a run and are of another.
 
-    Exit code 1 if one is damaged.
+    Exit code 1 if there is such a one, or one is damaged.
     """
-    from zeropp_ray.checkpoint.manifest import NAME
-    from zeropp_ray.checkpoint.reader import folder_of_run, folders, open_checkpoint
+    from zeropp_ray.checkpoint.manifest import NAME, folders
+    from zeropp_ray.checkpoint.reader import folder_of_run, open_checkpoint, run_of
 
-    damaged = 0
-    paths = [where] if (where / NAME).exists() else list(folders(folder_of_run(where)))
+    bad = 0
+    if (where / NAME).exists():
+        run, paths = run_of(where), [where]
+    else:
+        run = folder_of_run(where)
+        paths = list(folders(run))
     for path in paths:
         try:
-            wrong = open_checkpoint(path).verify()
+            checkpoint = open_checkpoint(path)
+            wrong = checkpoint.verify() + (checkpoint.misplaced(run) if run else [])
         except ConfigError as error:
             wrong = [str(error).removeprefix(f"{path}: ")]
-        damaged += bool(wrong)
+        bad += bool(wrong)
         click.echo(f"{path}: {'; '.join(wrong) or 'good'}")
-    if damaged:
-        raise ZeroppError(f"{damaged} of {len(paths)} checkpoints damaged")
+    if bad:
+        raise ZeroppError(f"{bad} of {len(paths)} checkpoints damaged or of another run")
 
 
 @checkpoint.command()
@@ -72,4 +83,4 @@ def digest(where: Path, state: bool) -> None:
     """
     from zeropp_ray.checkpoint.reader import find
 
-    click.echo(find(where).digest(state=state))
+    click.echo(find(where, lambda text: click.echo(f"warning: {text}", err=True)).digest(state=state))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +17,7 @@ from jobs.sample import sample
 from jobs.schedule import schedule
 from jobs.train import train
 from zeropp_ray import __version__
-from zeropp_ray.errors import ZeroppError
+from zeropp_ray.errors import ConfigError, ZeroppError
 
 
 class _Group(click.Group):
@@ -23,10 +25,23 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            _check_working_folder()
             return super().invoke(ctx)
         except ZeroppError as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            click.echo(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", err=True)
+            ctx.exit(1)
+
+
+def _check_working_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the folder that this was started in is gone; change to one that is there") from None
 
 
 @click.group(cls=_Group)
@@ -42,7 +57,7 @@ def zeropp() -> None:
       zeropp data prepare       make text of your own into tokens, once
       zeropp schedule --help    look at a schedule before you use it
 
-    Exit code: 0 done, 1 failed, 2 wrong usage or configuration, 75 stopped and saved.
+    Exit code: 0 done, 1 failed, 2 wrong usage or configuration, 75 stopped with a checkpoint.
     """
 
 

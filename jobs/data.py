@@ -14,6 +14,7 @@ import click
 
 from jobs.report import aligned, duration, short, size
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.files import expanded
 
 if TYPE_CHECKING:
     from zeropp_ray.data.store import Store
@@ -83,7 +84,7 @@ def info(folder: Path, verify: bool) -> None:
     """Show what the token store in FOLDER holds."""
     from zeropp_ray.data.store import open_store
 
-    store = open_store(folder.expanduser())
+    store = open_store(expanded(folder))
     click.echo(_table(store))
     if verify:
         if wrong := store.verify():

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zeropp_ray.files import expanded
+
 if TYPE_CHECKING:
     from zeropp_ray.checkpoint.reader import Checkpoint
     from zeropp_ray.config import RunConfig
@@ -59,7 +61,7 @@ def evaluate(
 
     checkpoint = find(run, lambda text: click.echo(f"warning: {text}", err=True))
     config = _laid_out(checkpoint.config, {name: value for name, value in layout.items() if value is not None})
-    request = Request(str(Path(data).expanduser().absolute()) if data else "", split, sequences)
+    request = Request(str(expanded(data).absolute()) if data else "", split, sequences)
     windows, text = request.windows(config)
     if one_process:
         loss = _here(checkpoint, windows, config.parallel.microbatch_size)
@@ -94,8 +96,9 @@ def _laid_out(config: RunConfig, layout: dict[str, int]) -> RunConfig:
 def _here(checkpoint: Checkpoint, windows: Windows, batch: int) -> Loss:
     from zeropp_ray.checkpoint.reader import load_model
     from zeropp_ray.evaluation import evaluate
+    from zeropp_ray.precision import Precision
 
-    model = load_model(checkpoint)
+    model = load_model(checkpoint, Precision.of(checkpoint.config.train.dtype))  # as under the pipeline
     with click.progressbar(length=windows.count, label="evaluating", file=sys.stderr) as bar:
         return evaluate(model, windows, batch, bar.update)
 

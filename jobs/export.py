@@ -38,8 +38,8 @@ def export(run: Path, form: str, folder: Path, max_shard_size: str, dtype: str) 
     from zeropp_ray.models.hf.export import byte_tokenizer
 
     checkpoint = find(run, lambda text: click.echo(f"warning: {text}", err=True))
-    config, place = checkpoint.config, checkpoint.path.parent.parent
-    tokenizer, file = tokenizer_of(config, place)
+    config = checkpoint.config
+    tokenizer, file = tokenizer_of(config, checkpoint.run or checkpoint.path)
     files = export_model(
         checkpoint.tensor,
         config.model,

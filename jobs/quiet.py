@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+
+class _Log(io.FileIO):
+    """What a full disk does not take is lost: no run ends for its log."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
 @contextmanager
@@ -20,7 +31,8 @@ def quiet(log: Path) -> Iterator[TextIO]:
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
-    with log.open("a", buffering=1, encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+    lines = io.TextIOWrapper(io.BufferedWriter(_Log(log, "a")), encoding="utf-8", line_buffering=True)
+    with lines as file, redirect_stdout(file), redirect_stderr(file):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:

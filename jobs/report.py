@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,20 +19,46 @@ def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
     """The table shown before the run: the model, the layout, a step, the predicted memory and bubble, the data."""
     parallel, chunks, memory = config.parallel, plan["chunks"], plan["predicted_memory"]
     micro_batches = f"{parallel.microbatches} micro-batches of {parallel.microbatch_size}"
-    parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in memory.items())
+    parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in memory.items() if amount)
+    narrow = ", computed with in bf16" if config.train.dtype == "bfloat16" else ""
+    shared = ", the optimizer's state shared by replicas (ZeRO-1)" if parallel.zero1 and parallel.replicas > 1 else ""
     return aligned(
-        ("model", f"{plan['model']}, {short(plan['parameters'])} parameters{_special(plan)}"),
+        ("model", f"{plan['model']}, {short(plan['parameters'])} parameters{_special(plan)}{narrow}"),
         ("layers", f"{sum(chunks)} in {len(chunks)} chunks of {_counts(chunks)}"),
-        ("layout", f"{plan['layout']}; {parallel.members} members"),
+        ("layout", f"{plan['layout']}; {parallel.members} members{shared}"),
         ("step", f"{plan['global_batch']} sequences, {plan['tokens_per_step']:,} tokens"),
         ("units", f"{micro_batches} per member, in units of {_counts(plan['units'])}"),
         ("memory", f"{size(sum(memory.values()))} per member: {parts}"),
         ("bubble", f"{plan['bubble']:.1%}, with at most {plan['limit']:g} live micro-batches"),
+        *([("again", _FORWARDS_AGAIN[parallel.recompute])] if parallel.recompute != "none" else []),
         ("moves", f"{plan['gathers']} gathers and {plan['reduces']} reduces a step and member"),
         ("run", _length(config, plan["tokens_per_step"])),
         ("data", source),
         *([("built", f"whole by every member, {plan['built_whole']}")] if plan["built_whole"] else []),
     )
+
+
+def memory_table(memory: Mapping[str, Any]) -> str:
+    """The tensor memory of one member by kind: predicted, measured, and each kind at its own largest."""
+    columns = ("predicted", "measured", "highest")
+    rows: dict[str, Sequence[str]] = {"": columns}
+    for kind in memory["measured"]:
+        if any(memory[column][kind] for column in columns):
+            rows[kind] = [size(memory[column][kind]) for column in columns]
+    rows["total"] = [size(sum(memory[column].values())) for column in columns[:2]]
+    width = max(map(len, rows))
+    return "\n".join(
+        [
+            f"step {memory['step']}  memory of {memory['member']}, the fullest, at its peak in {memory['at']}",
+            *(f"{kind:{width}}" + "".join(f"{text:>11}" for text in row) for kind, row in rows.items()),
+        ]
+    )
+
+
+_FORWARDS_AGAIN = {
+    "full": "every forward runs a second time for its backward",
+    "selective": "forwards run a second time for their backward, but those of a stage's last chunk",
+}
 
 
 def _special(plan: Mapping[str, Any]) -> str:
@@ -62,6 +88,8 @@ class Reporter:
             self._step(event)
         elif kind == "eval":
             self.line(f"step {event['step']}  validation loss {_loss(event['validation_loss'])}")
+        elif kind == "memory":
+            self.line(memory_table(event))
         elif kind == "checkpoint":
             self.line(f"step {event['step']}  checkpoint {event['path']}")
         elif kind == "log":
@@ -98,9 +126,7 @@ class Reporter:
                     f"{size(summary['bytes'])}, {summary['gathers']} gathers, {summary['reduces']} reduces in all",
                 ),
                 ("files", f"{folder}: config.toml, metrics.jsonl, summary.json, log.txt, checkpoints/"),
-                ("next", f"{_command()} sample {named} --prompt 'The '"),
-                ("", f"{_command()} eval {named}"),
-                ("", f"{_command()} train --resume {named} --set train.steps={2 * summary['steps']}"),
+                *(() if summary["error"] else _next(summary["steps"], named)),
             )
         )
 
@@ -125,6 +151,15 @@ class Reporter:
         if step == 1 or tenth or now - self._shown >= max(5.0, since / 20):
             self._shown = now
             self.line(text)
+
+
+def _next(steps: int, run: str) -> tuple[tuple[str, str], ...]:
+    """What to try with a run that is done."""
+    return (
+        ("next", f"{_command()} sample {run} --prompt 'The '"),
+        ("", f"{_command()} eval {run}"),
+        ("", f"{_command()} train --resume {run} --set train.steps={2 * steps}"),
+    )
 
 
 def _length(config: RunConfig, tokens_per_step: int) -> str:

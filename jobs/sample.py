@@ -46,7 +46,7 @@ def sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, 
 
     checkpoint = find(run, lambda text: click.echo(f"warning: {text}", err=True))
     config = checkpoint.config
-    tokenizer, _ = tokenizer_of(config, checkpoint.path.parent.parent)
+    tokenizer, _ = tokenizer_of(config, checkpoint.run or checkpoint.path)
     if not prompt:
         raise ConfigError("--prompt: holds no text; leave it out to begin with a line break")
     seed = secrets.randbelow(2**31) if seed is None else seed
@@ -54,12 +54,13 @@ def sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, 
     again = "" if has_cache(model) else "; the model has no cache and reads all of the text for each token"
     click.echo(f"{checkpoint.path}, seed {seed}{again}", err=True)
 
-    stream, begin, made = TextStream(tokenizer), time.monotonic(), 0
+    read = tokenizer.encode([prompt])[0].tolist()
+    stream, begin, made = TextStream(tokenizer, read), time.monotonic(), 0
     _show(prompt)
     try:
         for token in generate(
             model,
-            tokenizer.encode([prompt])[0].tolist(),
+            read,
             tokens=tokens,
             window=max(config.model.context, config.model.seq_len),
             temperature=temperature,

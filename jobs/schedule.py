@@ -10,7 +10,7 @@ import sys
 import click
 
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.schedule import Costs, compile_program, resolve, to_grid, to_json
+from zeropp_ray.schedule import RECOMPUTE, REDUCE, Costs, compile_program, resolve, to_grid, to_json
 
 
 @click.command(name="schedule", context_settings={"show_default": True, "max_content_width": 100})
@@ -36,16 +36,39 @@ from zeropp_ray.schedule import Costs, compile_program, resolve, to_grid, to_jso
     type=float,
     default=0.0,
     help="Most live activations, in whole-stage micro-batches: a chunk's counts 1/V from its forward to its weight "
-    "gradient. 0: largest unit + P/V.",
+    "gradient, if it is recomputed from its second forward on. 0: largest unit + P/V; 2P/V with --recompute.",
 )
 @click.option(
     "--prefetch", is_flag=True, help="Gather the next chunk just ahead of its phase, so that two are resident."
 )
 @click.option(
+    "--recompute",
+    type=click.Choice(RECOMPUTE),
+    default="none",
+    help="Keep a chunk's input alone and run its forward again for the backward. selective: but keep the last chunk of "
+    "a stage, whose backwards follow closely.",
+)
+@click.option(
+    "--reduce",
+    type=click.Choice(REDUCE),
+    default="unit",
+    help="When a chunk's gradients are summed over its members: after each unit, for the least memory, or once a step, "
+    "for the least traffic.",
+)
+@click.option(
     "--format", "form", type=click.Choice(["grid", "json"]), default="grid", help="For the eye, or for a program."
 )
 def schedule(
-    stages: int, chunks: int, microbatches: int, unit: int, cost: str, memory_limit: float, prefetch: bool, form: str
+    stages: int,
+    chunks: int,
+    microbatches: int,
+    unit: int,
+    cost: str,
+    memory_limit: float,
+    prefetch: bool,
+    recompute: str,
+    reduce: str,
+    form: str,
 ) -> None:
     """Print the ZeroPP schedule of one training step.
 
@@ -58,11 +81,11 @@ def schedule(
     Examples:
       zeropp schedule --stages 4 --chunks 2 --microbatches 8 --unit 4
       zeropp schedule --stages 8 --microbatches 32 --cost 1,1.3,0.7,0.25     # uneven costs, a slow link
+      zeropp schedule --stages 4 --microbatches 16 --recompute selective     # the forward again, for less memory
       zeropp schedule --stages 8 --microbatches 32 --unit 8 --memory-limit 8 --format json
     """
-    spec = resolve(
-        stages, chunks, microbatches, unit, memory_limit, prefetch, _parse_cost(cost, stages * chunks), name=_option
-    )
+    costs = _parse_cost(cost, stages * chunks)
+    spec = resolve(stages, chunks, microbatches, unit, memory_limit, prefetch, costs, recompute, reduce, name=_option)
     program = compile_program(spec)
     if form == "json":
         click.echo(json.dumps(to_json(program)))

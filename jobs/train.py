@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import re
 import shlex
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from actors.locks import DRIVER, JOB, only_job
+from actors.stopping import StopSignals
 from jobs.config import configured
 from jobs.quiet import quiet
 from jobs.report import Reporter, plan_table
+from zeropp_ray.checkpoint.manifest import folders
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
+from zeropp_ray.files import expanded
 from zeropp_ray.shadow import check_not_shadowed
 
 if TYPE_CHECKING:
     from zeropp_ray.checkpoint.reader import Checkpoint
-
-LOCK = ".lock"
 
 
 @click.command()
@@ -72,94 +72,124 @@ def train(
       zeropp train --resume first
       zeropp train --resume runs/first --set train.steps=1000 --set parallel.stages=1
 
-    Ctrl-C or SIGTERM stops after the step at hand, saves, and says how to go on. A resumed run takes its settings from
-    the checkpoint. Stages, chunks, shards, replicas and steps may change, if a step still takes as many sequences.
+    Ctrl-C or SIGTERM stops after the step at hand, saves, and says how to go on; once more, 2 s later or more, ends the
+    run at once. A resumed run takes its settings from the checkpoint. Stages, chunks, shards, replicas and steps may
+    change, if a step still takes as many sequences. RUN may also be one checkpoint of a run, in its folder: what came
+    after it is given up.
 
     \b
     What is written, in runs/NAME/:
       config.toml    the configuration, with every setting
       metrics.jsonl  a line for each step and evaluation
-      summary.json   what was reached
+      summary.json   whether it is done or failed, and what was reached
       checkpoints/   weights and optimizer by parameter name, for any layout
       log.txt        what Ray and torch had to say
+      run-id         tells the run's checkpoints from those of others
 
-    Exit code: 0 done, 1 failed, 2 wrong usage or configuration, 75 stopped and saved: resume it.
+    Exit code: 0 done, 1 failed, 2 wrong usage or configuration, 75 stopped with a checkpoint: resume it.
     """
     # Ray's workers look first in the folder that the run was started in.
     check_not_shadowed([str(Path.cwd()), *sys.path], "zeropp_ray", "actors")
-    if resume is not None:
-        checkpoint, config, folder = _resumed(resume, file, name, init_from, overrides)
-    else:
-        overrides = overrides if name is None else (*overrides, f"run.name={name}")
-        overrides = overrides if init_from is None else (*overrides, f"model.init_from={init_from}")
-        checkpoint, config = None, _completed(load_config(file, overrides))
-        folder = Path(config.run.dir).expanduser() / config.run.name
-
-    from zeropp_ray.data.corpus import load_corpus
-    from zeropp_ray.data.text import keep_tokenizer
-
-    corpus = load_corpus(config)
-    source = corpus.label
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=corpus.tokenizer))
-    if dry_run:
-        from zeropp_ray.planner.plan import make_plan
-
-        click.echo(plan_table(make_plan(config).table(config), config, source))
-        return
-    if checkpoint is None:
-        _make_folder(folder, config)
-    with only_one(folder):
-        if checkpoint is None:
-            _check_unused(folder, config)
-        written = folder / "config.toml"
-        before = written.read_text(encoding="utf-8") if written.exists() else None
-        try:
-            written.write_text(config.to_toml(), encoding="utf-8")
-            keep_tokenizer(config, folder)
-            _run(config, address, folder, source, checkpoint)
-        except ConfigError:  # nothing ran
-            if checkpoint is None:
-                shutil.rmtree(folder)  # the name is free for the next try
-            elif before is not None:
-                written.write_text(before, encoding="utf-8")
-            raise
-
-
-def _resumed(
-    resume: str, file: Path | None, name: str | None, init_from: str | None, overrides: tuple[str, ...]
-) -> tuple[Checkpoint, RunConfig, Path]:
-    """The checkpoint to go on from, the configuration to go on with, and the run's folder."""
-    from zeropp_ray.checkpoint.reader import find
-    from zeropp_ray.checkpoint.resume import resumed
-
-    if (file, name, init_from) != (None, None, None):
+    if resume is not None and (file, name, init_from) != (None, None, None):
         raise ConfigError(
             "--resume takes its settings and weights from the checkpoint; leave out FILE, --name and --init-from, and "
             "use --set"
         )
-    checkpoint = find(resume, lambda text: click.echo(f"warning: {text}", err=True))
-    folder = checkpoint.path.parent.parent
-    config = resumed(checkpoint, overrides)
-    run = dataclasses.replace(config.run, name=folder.resolve().name, dir=str(folder.resolve().parent))
-    return checkpoint, dataclasses.replace(config, run=run), folder
+    stop = StopSignals()
+    with nullcontext() if dry_run else stop:
+        try:
+            if resume is not None:
+                return _go_on(expanded(resume, f"--resume {resume}"), overrides, address, dry_run, stop)
+            overrides = overrides if name is None else (*overrides, f"run.name={name}")
+            overrides = overrides if init_from is None else (*overrides, f"model.init_from={init_from}")
+            _begin(_completed(load_config(file, overrides)), address, dry_run, stop)
+        except KeyboardInterrupt:
+            raise ZeroppError("stopped before the run began") from None
+
+
+def _begin(config: RunConfig, address: str | None, dry_run: bool, stop: StopSignals) -> None:
+    """Train a new run, in a new folder."""
+    folder = expanded(config.run.dir, f"run.dir = {config.run.dir!r}") / config.run.name
+    config, source = _with_text(config)
+    if dry_run:
+        return _show_plan(config, source)
+    stop.check()
+    _make_folder(folder, config)
+    with only_job(folder):
+        _check_unused(folder, config)
+        try:
+            _run(config, address, folder, source, stop)
+        except ConfigError:  # nothing ran
+            shutil.rmtree(folder)  # the name is free for the next try
+            raise
+        except KeyboardInterrupt:
+            raise _interrupted(folder) from None
+
+
+def _go_on(where: Path, overrides: tuple[str, ...], address: str | None, dry_run: bool, stop: StopSignals) -> None:
+    """Train a run further, from the checkpoint ``where`` or from the newest good one of the run ``where``."""
+    from zeropp_ray.checkpoint.manifest import NAME
+    from zeropp_ray.checkpoint.reader import folder_of_run, latest, open_own, run_of
+    from zeropp_ray.checkpoint.resume import resumed
+
+    named = (where / NAME).exists()
+    folder = run_of(where) if named else folder_of_run(where)
+    if folder is None:
+        raise ConfigError(f"--resume {where}: lies in no run; put it into the folder checkpoints of its own")
+    with only_job(folder):  # from here on nobody else removes checkpoints
+        if named:
+            checkpoint = open_own(where.resolve(), folder)
+        else:
+            checkpoint = latest(folder, lambda text: click.echo(f"warning: {text}", err=True))
+        config, source = _with_text(_from_anywhere(resumed(checkpoint, overrides)))
+        if dry_run:
+            return _show_plan(config, source)
+        written = folder / "config.toml"
+        before = written.read_text(encoding="utf-8") if written.exists() else None
+        try:
+            _run(config, address, folder, source, stop, checkpoint)
+        except ConfigError:  # nothing ran
+            if before is not None:
+                written.write_text(before, encoding="utf-8")
+            raise
+        except KeyboardInterrupt:
+            raise _interrupted(folder) from None
+
+
+def _with_text(config: RunConfig) -> tuple[RunConfig, str]:
+    """The run with its tokenizer written out, and its text in words."""
+    from zeropp_ray.data.corpus import load_corpus
+
+    corpus = load_corpus(config)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=corpus.tokenizer)), corpus.label
+
+
+def _show_plan(config: RunConfig, source: str) -> None:
+    from zeropp_ray.planner.plan import make_plan
+
+    click.echo(plan_table(make_plan(config).table(config), config, source))
 
 
 def _completed(config: RunConfig) -> RunConfig:
     """Every automatic value written out, a name, and a data path that does not depend on the working folder."""
-    config = config.resolved()
-    run, data = config.run, config.data
+    config = _from_anywhere(config.resolved())
+    run = config.run
     if not run.name:
         model = re.split("[.:]", config.model.factory)[-2] if config.model.factory else config.model.family
         run = dataclasses.replace(run, name=f"{model}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if data.path:
-        data = dataclasses.replace(data, path=str(Path(data.path).expanduser().absolute()))
-    return dataclasses.replace(config, run=run, data=data)
+    return dataclasses.replace(config, run=run)
+
+
+def _from_anywhere(config: RunConfig) -> RunConfig:
+    """The same run with a data path that does not depend on the working folder."""
+    path = config.data.path and str(expanded(config.data.path, f"data.path = {config.data.path!r}").absolute())
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
 
 
 def _make_folder(folder: Path, config: RunConfig) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / LOCK).touch()
+        (folder / JOB).touch()
     except OSError as error:
         raise ConfigError(
             f"run.dir = {config.run.dir!r}: cannot write {folder}: {error.strerror};"
@@ -169,41 +199,54 @@ def _make_folder(folder: Path, config: RunConfig) -> None:
 
 def _check_unused(folder: Path, config: RunConfig) -> None:
     """Under the run's lock, so that of two that begin at once one is refused and neither is harmed."""
-    if any(path.name != LOCK for path in folder.iterdir()):
+    if any(path.name not in (JOB, DRIVER) for path in folder.iterdir()):
+        saved = next(folders(folder), None) is not None
         raise ConfigError(
-            f"run.name = {config.run.name!r}: {folder} is not empty; choose another with --name, or go on with"
-            f" --resume {shlex.quote(str(folder))}"
+            f"run.name = {config.run.name!r}: {folder} is not empty; choose another with --name, or "
+            + (f"go on with --resume {shlex.quote(str(folder))}" if saved else "remove it, it holds no checkpoint")
         )
 
 
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Hold the run's lock; the system takes it back if the process is killed. ConfigError if another process has it."""
-    with (folder / LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{folder}: another process trains this run; wait for it, or choose another run"
-            ) from None
-        yield
+def _interrupted(folder: Path) -> ZeroppError:
+    """A run was ended before it could save: what is left of it, in words. Without a step nothing is."""
+    metrics, newest = folder / "metrics.jsonl", next(folders(folder), None)
+    if newest is not None:
+        return Stopped(
+            f"stopped at once; the newest checkpoint is {newest.name}, go on with: zeropp train --resume "
+            f"{shlex.quote(str(folder))}"
+        )
+    if metrics.exists() and metrics.stat().st_size:
+        return ZeroppError(f"stopped at once, before a checkpoint; the steps so far are in {metrics}")
+    shutil.rmtree(folder, ignore_errors=True)  # the driver may be about to end
+    return ZeroppError("stopped before the first step; nothing is left of the run")
 
 
-def _run(config: RunConfig, address: str | None, folder: Path, source: str, checkpoint: Checkpoint | None) -> None:
+def _run(
+    config: RunConfig,
+    address: str | None,
+    folder: Path,
+    source: str,
+    stop: StopSignals,
+    checkpoint: Checkpoint | None = None,
+) -> None:
+    from zeropp_ray.data.text import keep_tokenizer
+
+    try:
+        (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+        keep_tokenizer(config, folder)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: cannot be written: {error.strerror}") from error
     log = folder / "log.txt"
     with quiet(log) as console:
         reporter = Reporter(console, config, source)
         try:
             from actors.run import run_training
 
-            summary = run_training(config, address=address, run_dir=folder, on_event=reporter, resume=checkpoint)
+            summary = run_training(
+                config, address=address, run_dir=folder, on_event=reporter, resume=checkpoint, stop=stop
+            )
         except (ConfigError, Stopped):
             raise
-        except (KeyboardInterrupt, SystemExit):  # Ray turns SIGTERM into the second
-            if checkpoint is None and not (folder / "metrics.jsonl").exists():
-                shutil.rmtree(folder)
-                raise ZeroppError("stopped before the first step; nothing is left of the run") from None
-            raise ZeroppError(f"stopped before the end; the steps so far are in {folder / 'metrics.jsonl'}") from None
         except ZeroppError:
             traceback.print_exc()  # into the log
             raise
@@ -214,3 +257,5 @@ def _run(config: RunConfig, address: str | None, folder: Path, source: str, chec
         finally:
             reporter.end()
         reporter.summary(summary, folder)
+        if summary["error"]:
+            raise ZeroppError(summary["error"])

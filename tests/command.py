@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,18 +14,23 @@ from pathlib import Path
 
 import psutil
 
+ROOT = Path(__file__).parent.parent
+
 
 class CommandRun:
     """``zeropp train`` in a process group of its own, with a HOME of its own."""
 
-    def __init__(self, folder: Path, *settings: str, resume: bool = False, checkpoint: str = "") -> None:
-        self.folder = folder / "runs" / "victim"
+    def __init__(
+        self, folder: Path, *settings: str, resume: bool = False, checkpoint: str = "", name: str = "victim"
+    ) -> None:
+        """``resume`` the run in folder ``name``, from its newest checkpoint or ``checkpoint``, by a relative path."""
+        self.folder = folder / "runs" / name
         home = folder / "home"
         home.mkdir(exist_ok=True)
         arguments = (
-            ["--resume", str(self.folder / "checkpoints" / checkpoint if checkpoint else self.folder)]
+            ["--resume", f"../runs/{name}" + (f"/checkpoints/{checkpoint}" if checkpoint else "")]
             if resume
-            else ["--name", "victim", "--set", f"run.dir={folder}/runs"]
+            else ["--name", name, "--set", f"run.dir={folder}/runs"]
         )
         arguments += [x for setting in settings for x in ("--set", setting)]
         self.temporary = Path(tempfile.mkdtemp(prefix="zt-"))  # short: sockets of Ray lie in it
@@ -34,7 +40,8 @@ class CommandRun:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "HOME": str(home), "TMPDIR": str(self.temporary)},
+            cwd=home if resume else None,
+            env={**os.environ, "HOME": str(home), "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)},
             start_new_session=True,
         )
 
@@ -45,6 +52,8 @@ class CommandRun:
             if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
                 return
             time.sleep(0.05)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # or its output would not end
         raise AssertionError(f"no step {step}: {self.process.communicate()[0]}")
 
     def wait_for(self, path: Path) -> None:

@@ -22,8 +22,8 @@ def command(tmp_path):
 
     started = []
 
-    def start(*settings: str, resume: bool = False, checkpoint: str = "") -> CommandRun:
-        started.append(CommandRun(tmp_path, *settings, resume=resume, checkpoint=checkpoint))
+    def start(*settings: str, resume: bool = False, checkpoint: str = "", name: str = "victim") -> CommandRun:
+        started.append(CommandRun(tmp_path, *settings, resume=resume, checkpoint=checkpoint, name=name))
         return started[-1]
 
     yield start

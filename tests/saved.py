@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests import reference
+from zeropp_ray.checkpoint import run_id
 from zeropp_ray.checkpoint.manifest import VERSION, FileEntry, Manifest, Progress, folder_name, publish
 from zeropp_ray.checkpoint.reader import CHECKPOINTS
 from zeropp_ray.config import RunConfig
@@ -31,5 +32,7 @@ def saved_run(run: Path, config: RunConfig, step: int = 10, scale: float = 0.1) 
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
     entry = FileEntry(file.name, file.stat().st_size, sha256_of(file), shapes)
     progress = Progress(step=step, commits=step, samples=step, tokens=step)
-    publish(partial, final, Manifest(VERSION, progress, config.to_dict(), [], {}, {file.name: entry}))
+    if not (run / run_id.FILE).exists():
+        run_id.create(run)
+    publish(partial, final, Manifest(VERSION, run_id.read(run), progress, config.to_dict(), [], {}, {file.name: entry}))
     return model

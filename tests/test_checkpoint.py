@@ -6,19 +6,23 @@ import dataclasses
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from actors.run import run_training
 from jobs.cli import zeropp
 from tests import harness
 from tests.saved import saved_run
 from tests.test_parity import configuration, samples_of
 from zeropp_ray.checkpoint.manifest import NAME
 from zeropp_ray.checkpoint.reader import find, latest, load_model, open_checkpoint
-from zeropp_ray.checkpoint.resume import check_same_parameters, resumed
+from zeropp_ray.checkpoint.resume import check_same_data, check_same_parameters, identity_of, resumed
 from zeropp_ray.config import load_config
+from zeropp_ray.data.corpus import Corpus, load_corpus
+from zeropp_ray.data.prepare import prepare
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.models import resolve_factory
 from zeropp_ray.vote import decide
@@ -71,6 +75,21 @@ def test_the_same_layout_goes_on_bit_for_bit(saved, tmp_path):
     straight = latest(folder)
     assert again.digest(state=True) == straight.digest(state=True)
     assert open_checkpoint(folder / "checkpoints" / "step-00000002").digest() != straight.digest()
+
+
+def test_a_skipped_step_is_no_update_after_a_resume_either(saved, tmp_path):
+    """Step 2 is skipped: the moments have seen one update less than there were steps, which Adam corrects by."""
+    _, config, _, _ = saved
+    with harness.members(config, samples_of(config)) as run:
+        decision = decide(1, run.call("advance", 1, None), 1.0)
+        skip = dataclasses.replace(decide(2, run.call("advance", 2, decision), 1.0), commit=False)
+        run.call("flush", skip)
+        middle = run.save(tmp_path / "run", 2, 1)
+        losses = steps(run, 3, 4)
+    other = configuration(1, 1, 1, N=8, b=1, layers=4, steps=STEPS)
+    with harness.members(other, samples_of(other)) as run:
+        run.call("load", middle)
+        assert steps(run, 3, 4) == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_later_epoch_goes_on_bit_for_bit(saved):
@@ -190,6 +209,16 @@ def test_with_a_budget_in_tokens_the_micro_batches_follow_the_new_layout(tmp_pat
     assert changed.parallel.global_batch == config.parallel.global_batch
 
 
+def test_recomputation_may_change_and_the_automatic_limit_changes_with_it(tmp_path):
+    saved_run(tmp_path, load_config(None, ["parallel.microbatches=8", "model.dim=16"]).resolved())
+    checkpoint = latest(tmp_path)
+    changed = resumed(checkpoint, ["parallel.recompute=full", "parallel.reduce=step", "parallel.prefetch=true"])
+    assert (checkpoint.config.parallel.memory_limit, changed.parallel.memory_limit) == (5, 2)  # u + P/V, then 2P/V
+    assert changed.parallel.unit == checkpoint.config.parallel.unit
+    given = resumed(checkpoint, ["parallel.recompute=full", "parallel.memory_limit=3"])
+    assert given.parallel.memory_limit == 3
+
+
 def test_a_changed_model_is_refused_with_what_differs(saved):
     checkpoint = latest(saved[0])
     shapes = dict(checkpoint.manifest.shapes)
@@ -199,6 +228,47 @@ def test_a_changed_model_is_refused_with_what_differs(saved):
         ConfigError, match=r"new is new; embed\.weight is gone; head\.output\.weight was \[32, 32\] and is \[64, 32\]"
     ):
         check_same_parameters(checkpoint, shapes)
+
+
+def test_a_parameter_that_is_frozen_or_trained_since_is_named(saved, tmp_path):
+    checkpoint = latest(saved[0])
+    shapes = checkpoint.manifest.shapes
+    check_same_parameters(checkpoint, shapes, frozen=())
+    with pytest.raises(ConfigError, match=r"model has changed: embed\.weight was trained and is frozen;"):
+        check_same_parameters(checkpoint, shapes, frozen={"embed.weight"})
+    saved_run(tmp_path, load_config(None, ["model.dim=32", "model.heads=2"]))
+    frozen = latest(tmp_path)  # without moments
+    shapes = frozen.manifest.shapes
+    check_same_parameters(frozen, shapes, frozen=shapes.keys())
+    check_same_parameters(frozen, shapes)
+    with pytest.raises(ConfigError, match=r"embed\.weight was frozen and is trained; .* and \d+ more"):
+        run_training(frozen.config, address=None, run_dir=tmp_path, on_event=print, resume=frozen)
+
+
+def test_another_text_is_refused(tmp_path):
+    """A token store is told by the checksums of all its parts, raw text by its ends and its middle."""
+    config = load_config(None, [f"data.path={tmp_path}", "model.dim=16", "model.heads=2"])
+    saved_run(tmp_path / "run", config)
+    text = (b"a line of text\n" * 500_000)[: 7 << 20]
+    other = text[: 2 << 20] + b"A" + text[(2 << 20) + 1 :]  # where no sample of raw text is taken
+    found = []
+    for name, content in (("one", text), ("two", other), ("again", text)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_bytes(content)
+        prepare([tmp_path / name / "text.txt"], tmp_path / name / "store", workers=1)
+        for path in (tmp_path / name / "text.txt", tmp_path / name / "store"):
+            corpus = load_corpus(dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(path))))
+            found.append(identity_of(corpus))
+    raw, stored = found[::2], found[1::2]
+    assert raw[0] == raw[2]
+    assert stored[0] == stored[2] != stored[1]
+    assert identity_of(Corpus(np.zeros(9), np.zeros(9), "")) != identity_of(Corpus(np.zeros(9), np.ones(9), ""))
+
+    checkpoint = latest(tmp_path / "run")
+    checkpoint = dataclasses.replace(checkpoint, manifest=dataclasses.replace(checkpoint.manifest, data=stored[0]))
+    check_same_data(checkpoint, stored[2])
+    with pytest.raises(ConfigError, match="the text has changed since"):
+        check_same_data(checkpoint, stored[1])
 
 
 def test_find_by_what_a_person_names(saved, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import reference, user_models
-from zeropp_ray.data.tokenizer import ByteTokenizer
+from zeropp_ray.data.tokenizer import ByteTokenizer, FileTokenizer
 from zeropp_ray.errors import ConfigError, ZeroppError
 from zeropp_ray.generate import TextStream, draw, generate, has_cache
 from zeropp_ray.models.gpt2 import GPT2
@@ -158,3 +158,35 @@ def test_tokens_become_text_when_they_are_whole() -> None:
     assert "".join(stream.add(0xC3) for _ in range(8)) == "\ufffd" * 8, "what never becomes text is shown as it is"
     stream.add(257)
     assert stream.end() == " w\ufffd"
+
+
+@pytest.fixture(scope="module", params=["Metaspace", "replacing"])
+def spaced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
+    """As SentencePiece makes them: a word holds the space before it, and the first one of a text is shown without."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
+    if request.param == "Metaspace":
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    else:  # as Llama 2 has it
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+    special = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog and the dog does not mind"] * 9, trainer
+    )
+    path = tmp_path_factory.mktemp("spaced") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return FileTokenizer(path)
+
+
+@pytest.mark.parametrize("prompt", ["the quick", "the quick ", "the qui", "d", ""])
+@pytest.mark.parametrize("more", [" brown fox", "ck dog", "  lazy", "é🙂 fox", ""])
+def test_prompt_and_text_read_as_one(spaced: FileTokenizer, prompt: str, more: str) -> None:
+    before, after = (spaced.encode([text])[0].tolist() for text in (prompt, more))
+    stream = TextStream(spaced, before)
+    shown = "".join(stream.add(token) for token in after) + stream.end()
+    assert spaced.decode(before) + shown == spaced.decode(before + after)

@@ -42,7 +42,9 @@ def stop_with(number: int):
     def stop(run: CommandRun) -> None:
         run.wait_for_step(8)
         tree = run.tree()
-        run.process.send_signal(number)
+        for _ in range(2):  # as GNU timeout and terminals do: to the whole group, and more than once
+            os.killpg(run.process.pid, number)
+            time.sleep(0.5)
         code, output = run.end(tree, within_s=20)
         assert code == 75, output
         last = output.splitlines()[-1]
@@ -106,18 +108,19 @@ def test_stopped_and_resumed(straight, command, stop, change):
     run = command(*SMALL, "checkpoint.every_steps=3")
     stop(run)
     saved = find(run.folder).step
-    again = command(*change, resume=True)
+    run.folder.rename(run.folder.with_name("a victim"))
+    again = command(*change, resume=True, name="a victim")
     code, output = again.end([], within_s=120)
     assert code == 0, output
-    assert find(run.folder).step == 20
-    ours, theirs = losses(run.folder), losses(straight)
+    assert find(again.folder).step == 20
+    ours, theirs = losses(again.folder), losses(straight)
     assert saved < 20
     if change:
         assert list(ours) == list(theirs)
         assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-5)
     else:
         assert ours == theirs
-        assert find(run.folder).digest(state=True) == find(straight).digest(state=True)
+        assert find(again.folder).digest(state=True) == find(straight).digest(state=True)
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from jobs.cli import zeropp
+from tests import user_models
 from tests.saved import saved_run
 from zeropp_ray.checkpoint.reader import find, load_model
 from zeropp_ray.config import RunConfig
@@ -101,12 +102,51 @@ def test_sample_speaks_the_run_s_tokens_also_when_its_store_is_gone(tokenized: P
     assert first.stdout.startswith("quick é")
     folder = here / "runs" / "second"
     keep_tokenizer(find(folder).config, folder)
+    for part in tokenized.rglob("*.arrow"):
+        part.unlink()
+    assert run(*arguments).stdout == first.stdout
     shutil.rmtree(tokenized)
     assert run(*arguments).stdout == first.stdout
     (folder / "tokenizer_config.json").unlink()
     assert "none of <|endoftext|>" in refused(run(*arguments))
     (folder / "tokenizer.json").unlink()
     assert "no tokenizer can be read" in refused(run(*arguments))
+
+
+def test_sample_keeps_the_space_between_the_prompt_and_what_follows(here: Path) -> None:
+    import tokenizers
+
+    words = ["</s>", *(f"▁{word}" for word in TEXT.split()[:9])]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}))
+    tokenizer.pre_tokenizer, tokenizer.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    folder = here / "runs" / "third"
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    identity = FileTokenizer(folder / "tokenizer.json").identity
+    saved_run(folder, RunConfig.from_dict({"model": SMALL | {"vocab_size": 16}, "data": {"tokenizer": identity}}))
+    result = run("sample", "third", "--prompt", "The quick", "--tokens", "5", "--seed", "1")
+    assert result.exit_code == 0, result.output
+    shown = result.stdout.split()
+    assert shown[:2] == ["The", "quick"]
+    assert len(shown) == 7
+
+
+def test_a_checkpoint_that_was_copied_out_of_its_run_is_enough(first: Any, tokenized: Path, here: Path) -> None:
+    """With the run's tokenizer beside it, when the run and its store are gone."""
+    second, sample = here / "runs" / "second", ("--prompt", "quick", "--tokens", "20", "--seed", "1")
+    keep_tokenizer(find(second).config, second)
+    before = run("sample", "second", *sample).stdout
+    for name in ("first", "second"):
+        shutil.copytree(here / "runs" / name / "checkpoints" / "step-00000010", here / "alone" / name)
+    for file in second.glob("tokenizer*.json"):
+        shutil.copy(file, here / "alone" / "second")
+    for folder in (here / "runs", tokenized):
+        shutil.rmtree(folder)
+    again = run("sample", "alone/second", *sample)
+    assert (again.stdout, again.stderr.count("warning")) == (before, 0)
+    assert run("export", "alone/second", "exported").exit_code == 0
+    assert run("eval", "alone/first", "--data", "text.txt", "--one-process").exit_code == 0
+    assert run("checkpoint", "verify", "alone/first").output == "alone/first: good\n"
 
 
 def test_sample_from_a_model_of_ones_own_says_that_it_is_slow(here: Path) -> None:
@@ -144,6 +184,27 @@ def test_a_loaded_model_has_the_buffers_of_its_run(here: Path) -> None:
     loaded, ids = load_model(find("runs/own")), torch.arange(16)[None]
     assert torch.equal(loaded.features.table, of_the_run.features.table)  # type: ignore[union-attr]
     assert torch.equal(loaded.embed(ids), of_the_run.embed(ids))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "differs"),
+    [
+        ({}, {"width": 48}, "tokens.weight was [256, 24] and is [256, 48]"),
+        ({}, {"depth": 6}, "blocks.5.norm.weight is new"),
+        ({"length": 1}, {"length": 16}, "positions was [1, 24] and is [16, 24]"),  # copying would repeat it
+    ],
+)
+@pytest.mark.parametrize("command", [("sample",), ("eval", "--one-process"), ("eval",)], ids=" ".join)
+def test_a_model_of_ones_own_that_has_changed_since_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], was: Any, now: Any, differs: str
+) -> None:
+    model = {"factory": "tests.user_models:own_model", "seq_len": 16, "args": {"vocab": 256} | was}
+    saved_run(here / "runs" / "own", RunConfig.from_dict({"model": model, "parallel": {"chunks": 1}}))
+    monkeypatch.setattr(user_models, "own_model", lambda **args: user_models.Own(**args | now))
+    message = refused(run(command[0], "own", *command[1:]))
+    assert "step-00000010: the model has changed: " in message
+    assert differs in message
+    assert message.endswith("; bring its code back to what it was, or train anew")
 
 
 # --- evaluate

@@ -6,6 +6,21 @@ import hashlib
 import os
 from pathlib import Path
 
+from zeropp_ray.errors import ConfigError
+
+
+def expanded(path: str | Path, named: str = "") -> Path:
+    """The path, with the home folder that a leading ``~`` or ``~user`` stands for.
+
+    Raises ConfigError that begins with ``named``, or else the path, if there is no such folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{named or path}: no home folder of {Path(path).parts[0]} is known; write out the whole path"
+        ) from None
+
 
 def files_in(folder: Path) -> list[Path]:
     """All files in a folder and those below it, in the order of their paths; hidden ones are left out."""

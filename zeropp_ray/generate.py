@@ -114,10 +114,12 @@ def draw(logits: Tensor, temperature: float, top_k: int, random: torch.Generator
 class TextStream:
     """Tokens to text as they come. Half a character waits for its other half, so that what is shown stays right."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        """`prompt`: the tokens of what is shown already. A word that begins a text has no space before it, by many
+        tokenizers; the first one after a prompt does."""
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if isinstance(tokenizer, ByteTokenizer) else None
-        self._shown: list[int] = []  # the last tokens that are shown: how a token reads depends on the one before
+        self._shown = list(prompt)  # or the last tokens of it: how a token reads depends on the one before
         self._waiting: list[int] = []
 
     def add(self, token: int) -> str:

@@ -3,8 +3,8 @@
 ::
 
     runs/NAME/checkpoints/step-00000010/
-        manifest.json                     step, cursor, configuration, names and checksums
-        weights-000-001.safetensors       of stage 0, shard 1: full fp32 tensors by parameter name
+        manifest.json                     run, step, cursor, configuration, names and checksums
+        weights-000-001.safetensors       of stage 0, member 1: full fp32 tensors by parameter name
         optimizer-000-001.safetensors     exp_avg.NAME and exp_avg_sq.NAME
 
 Every parameter is in exactly one file. A folder is made under a name that starts with a dot, and renamed once all files
@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from zeropp_ray.files import sync
 
-VERSION = 1
+VERSION = 2
 NAME = "manifest.json"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Progress:
 @dataclass(frozen=True)
 class Manifest:
     version: int
+    run: str  # id of the run that it is of, see run_id.py
     progress: Progress
     config: dict[str, Any]  # resolved
     units: list[int]
@@ -72,10 +74,11 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Raises ValueError, KeyError or TypeError if it is none, or one of a newer version."""
+        """Raises ValueError, KeyError or TypeError if it is none, or one of another version."""
         values = json.loads(text)
-        if values["version"] > VERSION:
-            raise ValueError(f"version {values['version']} is newer than {VERSION}, which this program reads")
+        if values["version"] != VERSION:
+            age = "newer" if values["version"] > VERSION else "older"
+            raise ValueError(f"version {values['version']} is {age} than {VERSION}, which this program reads")
         if values.pop("checksum") != _checksum(values):
             raise ValueError("its checksum differs, it has been altered")
         files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
@@ -88,6 +91,11 @@ def _checksum(values: dict[str, Any]) -> str:
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def folders(run: Path) -> Iterator[Path]:
+    """The checkpoint folders of a run, newest first."""
+    yield from sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8), reverse=True)
 
 
 def publish(partial: Path, final: Path, manifest: Manifest) -> None:

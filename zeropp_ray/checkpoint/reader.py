@@ -1,10 +1,10 @@
-"""Finding, checking and reading checkpoints. A damaged one is named, and never loads silently."""
+"""Finding, checking and reading checkpoints. A damaged or foreign one is named, and never loads silently."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zeropp_ray.checkpoint.manifest import NAME, Manifest
+from zeropp_ray.checkpoint import run_id
+from zeropp_ray.checkpoint.manifest import CHECKPOINTS, NAME, Manifest, folder_name, folders
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.files import sha256_of
+from zeropp_ray.files import expanded, sha256_of
 from zeropp_ray.optim import MOMENTS
-
-CHECKPOINTS = "checkpoints"
+from zeropp_ray.precision import Precision
 
 
 @dataclass
@@ -36,6 +36,11 @@ class Checkpoint:
     @property
     def config(self) -> RunConfig:
         return RunConfig.from_dict(self.manifest.config)
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that it lies in; None if it lies elsewhere."""
+        return run_of(self.path)
 
     def _file_of(self, tensor: str) -> Any:
         for entry in self.manifest.files.values():
@@ -70,6 +75,18 @@ class Checkpoint:
                 wrong.append(f"{entry.name} has {path.stat().st_size} bytes instead of {entry.bytes}")
             elif sha256_of(path) != entry.sha256:
                 wrong.append(f"{entry.name} has been altered: its checksum differs")
+        return wrong
+
+    def misplaced(self, run: Path) -> list[str]:
+        """What keeps it from being a checkpoint of the run in folder ``run``, in words; empty if nothing does.
+
+        ConfigError if the run's id is gone.
+        """
+        wrong = []
+        if self.manifest.run != run_id.read(run):
+            wrong.append(f"of another run than the one in {run}")
+        if self.path.resolve().name != folder_name(self.step):
+            wrong.append(f"of step {self.step}, and not called {folder_name(self.step)}")
         return wrong
 
     def digest(self, *, state: bool = False) -> str:
@@ -122,38 +139,58 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def folders(run: Path) -> Iterator[Path]:
-    """The checkpoint folders of a run, newest first."""
-    yield from sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8), reverse=True)
+def run_of(checkpoint: Path) -> Path | None:
+    """The folder of the run that the checkpoint in folder ``checkpoint`` lies in, also by links; None if in none."""
+    for path in (checkpoint.absolute(), checkpoint.resolve()):
+        if path.parent.name == CHECKPOINTS and (path.parent.parent / run_id.FILE).is_file():
+            return path.parent.parent
+    return None
+
+
+def open_own(path: Path, run: Path) -> Checkpoint:
+    """Open the checkpoint in folder ``path``, every byte checked, as one of the run in folder ``run``.
+
+    Raises ConfigError if it is damaged, or of another run.
+    """
+    checkpoint = open_checkpoint(path)
+    if wrong := checkpoint.misplaced(run):
+        raise ConfigError(f"{path}: {'; '.join(wrong)}")
+    return _whole(checkpoint)
+
+
+def _whole(checkpoint: Checkpoint) -> Checkpoint:
+    if wrong := checkpoint.verify():
+        raise ConfigError(f"{checkpoint.path}: damaged, {'; '.join(wrong)}")
+    return checkpoint
 
 
 def latest(run: Path, warn: Callable[[str], None] = lambda text: None) -> Checkpoint:
-    """The newest good checkpoint of the run in folder ``run``, every byte checked. Damaged ones are named to ``warn``.
+    """The newest good checkpoint of the run in folder ``run``, every byte checked. Damaged ones and those of other runs
+    are named to ``warn``.
 
     Raises ConfigError if there is none.
     """
+    run_id.read(run)
     for path in folders(run):
         try:
-            checkpoint = open_checkpoint(path)
-            wrong = checkpoint.verify()
+            return open_own(path, run)
         except ConfigError as error:
             warn(str(error))
-            continue
-        if not wrong:
-            return checkpoint
-        warn(f"{path}: damaged, {'; '.join(wrong)}")
-    raise ConfigError(f"{run}: no good checkpoint in {run / CHECKPOINTS}")
+    raise ConfigError(f"{run}: no good checkpoint of this run in {run / CHECKPOINTS}")
 
 
 def find(where: str | Path, warn: Callable[[str], None] = lambda text: None) -> Checkpoint:
-    """From what a person names: a checkpoint folder, a run folder, or the name of a run under ``runs/``."""
-    path = Path(where).expanduser()
-    if (path / NAME).exists():
-        checkpoint = open_checkpoint(path)
-        if wrong := checkpoint.verify():
-            raise ConfigError(f"{path}: damaged, {'; '.join(wrong)}")
-        return checkpoint
-    return latest(folder_of_run(path), warn)
+    """From what a person names: a checkpoint folder, a run folder, or the name of a run under ``runs/``.
+
+    A checkpoint that is named itself may lie anywhere; one that lies in another run than its own is named to ``warn``.
+    """
+    path = expanded(where)
+    if not (path / NAME).exists():
+        return latest(folder_of_run(path), warn)
+    checkpoint = _whole(open_checkpoint(path))
+    if checkpoint.run is not None and (wrong := checkpoint.misplaced(checkpoint.run)):
+        warn(f"{path}: {'; '.join(wrong)}")
+    return checkpoint
 
 
 def folder_of_run(where: Path) -> Path:
@@ -166,22 +203,25 @@ def folder_of_run(where: Path) -> Path:
     raise ConfigError(f"{where}: no checkpoints there")
 
 
-def load_model(checkpoint: Checkpoint) -> torch.nn.Module:
-    """The whole model in this process, in eval mode, with the weights of ``checkpoint``.
+def load_model(checkpoint: Checkpoint, precision: Precision | None = None) -> torch.nn.Module:
+    """The whole model in this process, in eval mode, with the weights of ``checkpoint``: as they are saved, or as a run
+    of ``precision`` computes with them.
 
-    Its buffers are made as those of the run were, from the run's seed.
+    Its buffers are made as those of the run were, from the run's seed. ConfigError with a list of what differs if the
+    model is another one by now.
     """
+    from zeropp_ray.checkpoint.resume import check_same_parameters
     from zeropp_ray.models import build_owned, cut_model, describe, resolve_factory
 
     config = checkpoint.config
     factory = resolve_factory(config.model)
     description = describe(factory, config.model.seq_len, seed=config.run.seed)
-    model = build_owned(factory, description, cut_model(description, 1), [0], seed=config.run.seed).model
-    names = dict(model.named_parameters())
-    missing = names.keys() ^ checkpoint.manifest.shapes.keys()
-    if missing:
-        raise ConfigError(f"{checkpoint.path}: its parameters are not the model's: {', '.join(sorted(missing)[:5])}")
+    check_same_parameters(checkpoint, description.shapes)
+    one, dtype = cut_model(description, 1), Precision.of(config.train.dtype).master
+    model = build_owned(factory, description, one, [0], seed=config.run.seed, dtype=dtype).model
     with torch.no_grad():
-        for name, parameter in names.items():
+        for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.tensor(name))
+    if precision is not None:
+        precision.apply(model)
     return model.eval()

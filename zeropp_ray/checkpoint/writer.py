@@ -2,7 +2,7 @@
 
 The copy is what the main thread pays. A thread of its own puts parameters together from the shards, over a process
 group of its own (on the training group, background traffic crashed or hung), and writes them. Each parameter is put
-together at one member of its stage, so that the files of a stage are written by its members side by side.
+together at one of the members that own pieces of it, so that they write the files of a stage side by side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from zeropp_ray.checkpoint.manifest import FileEntry
 from zeropp_ray.comm.base import Group
 from zeropp_ray.files import sha256_of, sync
-from zeropp_ray.layout import Member
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,14 @@ class ParameterCopy:
     name: str
     shape: tuple[int, ...]
     pieces: dict[str, torch.Tensor]  # copies of the local piece, flat: "weights", and the moments if it is trained
-    ranges: list[tuple[int, int]]  # the elements that each member of the stage holds
+    ranges: list[tuple[int, int]]  # the elements that each member of the group holds
 
 
-def write(copies: Sequence[ParameterCopy], group: Group, me: Member, folder: Path) -> list[FileEntry]:
-    """Put this member's share of the parameters together and write it. All members of the stage call it; replicas
-    beyond the first do not.
+def write(copies: Sequence[ParameterCopy], group: Group, stage: int, folder: Path) -> list[FileEntry]:
+    """Put this member's share of the parameters of ``stage`` together and write it. All members of ``group`` call it,
+    who own them between them.
 
-    Raises OSError if the disk is full or cannot be written, PeerLost if another member of the stage is gone.
+    Raises OSError if the disk is full or cannot be written, PeerLost if another member of the group is gone.
     """
     weights: dict[str, torch.Tensor] = {}
     optimizer: dict[str, torch.Tensor] = {}
@@ -53,7 +52,7 @@ def write(copies: Sequence[ParameterCopy], group: Group, me: Member, folder: Pat
     written = []
     for prefix, tensors in (("weights", weights), ("optimizer", optimizer)):
         if tensors:
-            path = folder / f"{prefix}-{me.p:03d}-{me.f:03d}.safetensors"
+            path = folder / f"{prefix}-{stage:03d}-{group.rank:03d}.safetensors"
             save_file(tensors, path, metadata={"format": "pt"})
             sync(path)
             shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}

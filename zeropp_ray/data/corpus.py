@@ -13,7 +13,7 @@ from zeropp_ray.config import RunConfig
 from zeropp_ray.data.store import Tokens, is_store, open_store
 from zeropp_ray.data.tokenizer import BYTES
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.files import files_in
+from zeropp_ray.files import expanded, files_in
 
 
 class Corpus(NamedTuple):
@@ -33,6 +33,8 @@ class Corpus(NamedTuple):
     """None: bytes."""
     unit: str = "bytes"
     """What a token is called."""
+    checksum: str = ""
+    """Of all tokens, where a token store has one; empty: raw text."""
 
     @property
     def label(self) -> str:
@@ -49,7 +51,7 @@ def load_corpus(config: RunConfig, vocabulary: int | None = None) -> Corpus:
     Raises ``ConfigError`` for a path that is missing, damaged, empty or too short for one step and one held-out
     sequence, for text made into tokens otherwise than the run's, and for a model that cannot tell its tokens apart.
     """
-    path = Path(config.data.path).expanduser()
+    path = expanded(config.data.path, f"data.path = {config.data.path!r}")
     corpus = _store(config, path) if config.data.path and is_store(path) else _text(config)
     _check_tokens(config, corpus, vocabulary)
     return corpus
@@ -91,7 +93,16 @@ def _store(config: RunConfig, path: Path) -> Corpus:
             f"{need_train}, and a held-out sequence {need_validation}; prepare more text, or hold out more of it"
         )
     unit = "bytes" if manifest.tokenizer == BYTES else "tokens"
-    return Corpus(train, validation, str(path), manifest.vocabulary, manifest.tokenizer, store.tokenizer_file, unit)
+    return Corpus(
+        train,
+        validation,
+        str(path),
+        vocabulary=manifest.vocabulary,
+        tokenizer=manifest.tokenizer,
+        tokenizer_file=store.tokenizer_file,
+        unit=unit,
+        checksum=manifest.checksum,
+    )
 
 
 def _text(config: RunConfig) -> Corpus:
@@ -124,7 +135,7 @@ def read_raw(path: str, named: str = "") -> np.ndarray:
 
     Raises ConfigError that begins with ``named``, or else the path, if there is nothing to read.
     """
-    place, named = Path(path).expanduser(), named or path
+    place, named = expanded(path, named), named or path
     try:
         if place.is_dir():
             files = files_in(place)

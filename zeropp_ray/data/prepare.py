@@ -40,7 +40,7 @@ from zeropp_ray.data.store import (
 )
 from zeropp_ray.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from zeropp_ray.errors import ConfigError, ZeroppError
-from zeropp_ray.files import sha256_of, sync
+from zeropp_ray.files import expanded, sha256_of, sync
 
 BATCH = 1 << 20
 """Tokens of a record batch."""
@@ -109,14 +109,14 @@ def prepare(
     total = sum(file.stat().st_size for file in files)
     size = max(LEAST_JOB, total // MOST_JOBS)
     stretches = _stretches(cut(files, column, size), size)
-    out = out.expanduser().absolute()
+    out = expanded(out).absolute()
     partial = _make_partial(out, overwrite)
     try:
         job = Job(partial, column, str(tokenizer), end_token, validation_fraction)
         written = _run(job, stretches, workers or _cores(), lambda done: progress(done, total))
         manifest = _manifest(written, known, validation_fraction, [str(source) for source in sources])
         if known.identity != BYTES:
-            _copy_tokenizer(Path(tokenizer).expanduser(), partial / TOKENIZER)
+            _copy_tokenizer(expanded(tokenizer), partial / TOKENIZER)
         (partial / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         sync(partial / MANIFEST)
         sync(partial)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.files import files_in
+from zeropp_ray.files import expanded, files_in
 
 PIECE = 1 << 18
 """Longest text that is tokenized at once, in bytes or characters. A longer document is cut after a line end; tokens of
@@ -55,7 +55,7 @@ def list_files(sources: Sequence[str | Path]) -> list[Path]:
     """The files that sources name, those of a folder in the order of their names; hidden ones are left out."""
     found: list[Path] = []
     for source in sources:
-        path = Path(source).expanduser()
+        path = expanded(source)
         if path.is_dir():
             files = files_in(path)
             if not files:

@@ -15,6 +15,7 @@ once, and what was read is the system's to drop again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -82,6 +83,13 @@ class Manifest:
     sources: list[str]
     parts: list[Part]
     splits: dict[str, list[Span]]
+
+    @property
+    def checksum(self) -> str:
+        """Of the tokens and their order: SHA-256 over those of the parts and where the splits lie in them."""
+        values = asdict(self)
+        content = [values[name] for name in ("dtype", "parts", "splits")]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"

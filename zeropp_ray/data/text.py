@@ -13,6 +13,7 @@ from zeropp_ray.data.corpus import load_corpus, read_raw
 from zeropp_ray.data.store import TOKENIZER, Tokens, is_store, open_store
 from zeropp_ray.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.files import expanded
 
 _BESIDE = "tokenizer_config.json"  # where Hugging Face folders name the token that ends a text
 
@@ -26,12 +27,15 @@ def tokenizer_of(config: RunConfig, run: Path) -> tuple[Tokenizer, Path | None]:
     wanted = config.data.tokenizer or BYTES
     if wanted == BYTES:
         return ByteTokenizer(), None
-    store = Path(config.data.path).expanduser()
-    if is_store(store) and (opened := open_store(store)).manifest.tokenizer == wanted:
-        file, end = store / TOKENIZER, opened.manifest.end_token
-    else:
-        file, end = run / TOKENIZER, _end_token(run / _BESIDE)
-    found = FileTokenizer(file, end)
+    try:
+        store = open_store(expanded(config.data.path))
+        return _checked(store.path / TOKENIZER, store.manifest.end_token, wanted)
+    except ConfigError:  # the store is gone, moved, damaged, or another one by now
+        return _checked(run / TOKENIZER, _end_token(run / _BESIDE), wanted)
+
+
+def _checked(file: Path, end_token: str, wanted: str) -> tuple[Tokenizer, Path]:
+    found = FileTokenizer(file, end_token)
     if found.identity != wanted:
         raise ConfigError(f"{file}: another tokenizer than the run's, whose SHA-256 is {wanted}")
     return found, file
@@ -73,7 +77,7 @@ def text_of(config: RunConfig, path: str = "", split: str = "validation") -> Tex
         tokens = corpus.validation if split == "validation" else corpus.train
         return Text(tokens, f"{split} part of {corpus.source}", corpus.tokenizer == BYTES)
     wanted = config.data.tokenizer or BYTES
-    place = Path(path).expanduser()
+    place = expanded(path)
     if is_store(place):
         store = open_store(place)
         tokens, identity, source = store.split(split), store.manifest.tokenizer, f"{split} part of {path}"

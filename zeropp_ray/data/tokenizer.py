@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.files import expanded
 
 BYTES = "bytes"
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -105,7 +106,7 @@ def load_tokenizer(name: str | Path = BYTES, end_token: str = "") -> Tokenizer:
         if end_token:
             raise ConfigError(f"--end-token {end_token}: bytes end a document with byte 0; leave it out")
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    path = expanded(name)
     return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path, end_token)
 
 
