@@ -46,6 +46,7 @@ def _driver() -> Any:
 
     from actors.driver import Run, RunFolder
     from actors.stage_group import MemberHandle, StageGroup
+    from zeropp_ray.checkpoint import run_id
     from zeropp_ray.comm.base import Counters
     from zeropp_ray.config import RunConfig
     from zeropp_ray.engine import Measured
@@ -91,6 +92,7 @@ def _driver() -> Any:
             config = RunConfig.from_dict({"train": {"steps": steps, "eval_every": 0}})
             plan = make_plan(config)
             with tempfile.TemporaryDirectory() as folder:
+                run_id.create(Path(folder))
                 run = Run(config, plan, RunFolder(Path(folder), Path(folder), folder))
                 stage = object.__new__(StageGroup)
                 me = next(plan.layout.members())
