@@ -8,10 +8,11 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-all lint format
+.PHONY: help demo bench test test-all lint format
 
 help:
 	@echo 'make demo      train a small model, 2 stages x 2 members, on this machine (a few minutes)'
+	@echo 'make bench     ours against what else trains such a model, in interleaved rounds (BENCH_ARGS=--quick: minutes)'
 	@echo 'make test      format, lint and types, and all tests but the long ones'
 	@echo 'make test-all  the long tests too'
 	@echo 'make lint      format, lint and types alone'
@@ -20,6 +21,9 @@ help:
 demo: .venv/run.stamp
 	@run=demo-$$(date +%Y%m%d-%H%M%S) && $(BIN)/zeropp train examples/demo.toml --name $$run && \
 	printf '\nA sample of what it writes (zeropp sample %s):\n' $$run && $(BIN)/zeropp sample $$run --prompt 'The ' --tokens 300
+
+bench: .venv/bench.stamp
+	@$(BIN)/python -m bench $(BENCH_ARGS)
 
 test: lint
 	@$(BIN)/pytest -m "not full"
@@ -44,6 +48,11 @@ format: .venv/dev.stamp
 	@echo 'Installing into .venv; this is done once and takes some minutes.'
 	@$(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt -e .
 	@touch $@
+
+.venv/bench.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	@echo 'Installing into .venv; this is done once and takes some minutes.'
+	@$(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt -e '.[bench]'
+	@touch $@ .venv/run.stamp
 
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	@echo 'Installing into .venv; this is done once and takes some minutes.'

@@ -46,6 +46,7 @@ class StageWorker:
             sys.path.append(start_directory)  # behind everything: a user's folder must not hide an installed package
         import torch
 
+        from zeropp_ray.allocator import keep_freed_memory
         from zeropp_ray.checkpoint.resume import identity_of
         from zeropp_ray.config import RunConfig
         from zeropp_ray.data.corpus import load_corpus
@@ -56,12 +57,13 @@ class StageWorker:
 
         run = RunConfig.from_dict(config)
         torch.set_num_threads(max(1, int(run.resources.cpus)))
+        keep_freed_memory()
         self._progress = ProgressFile(folder.progress_of(self._me))
         _, f, r = self._me
         data: MemberData
         if text is None:
             corpus = load_corpus(run)
-            if identity_of(corpus.train, corpus.validation) != identity:
+            if identity_of(corpus) != identity:
                 here = self.identify().host
                 raise ConfigError(
                     f"data.path = {run.data.path!r}: the text on {here} is not the one of the run's start"
@@ -77,10 +79,21 @@ class StageWorker:
 
         self._member.join(connect(rendezvous, layout, self._me, host=ray.util.get_node_ip_address()))
 
+    def time_against_fp32(self) -> float:
+        """How long a matrix product takes here in the run's dtype, with that in fp32 as 1."""
+        from zeropp_ray.precision import Precision, time_against_fp32
+
+        return time_against_fp32(Precision.of(self._member.config.train.dtype).compute)
+
     def advance(self, step: int, decision: Any) -> Any:
         """One step, see StageMember.advance."""
         self._progress.step = step
         return self._member.advance(step, decision, self._progress)
+
+    def advance_measured(self, step: int, decision: Any) -> Any:
+        """The same, with its tensor memory measured."""
+        self._progress.step = step
+        return self._member.advance_measured(step, decision, self._progress)
 
     def flush(self, decision: Any) -> None:
         self._member.flush(decision)

@@ -6,6 +6,7 @@ real gloo groups, no Ray. And data that the reference can be given too.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,18 +17,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeropp_ray.checkpoint import run_id
 from zeropp_ray.checkpoint.manifest import VERSION, FileEntry, Manifest, Progress, entries, folder_name, publish
 from zeropp_ray.checkpoint.reader import CHECKPOINTS, open_checkpoint
 from zeropp_ray.comm.gloo import Rendezvous, connect
 from zeropp_ray.config import RunConfig
 from zeropp_ray.layout import Member
 from zeropp_ray.member import StageMember
+from zeropp_ray.metrics.step_memory import held
 from zeropp_ray.models.hf import initial_weights
 from zeropp_ray.planner.plan import Plan, make_plan
 from zeropp_ray.vote import Decision, Vote, decide
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.harness", "torch._dynamo"])  # what AdamW imports takes a second
+_processes.set_forkserver_preload(["tests.harness"])
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -94,14 +97,15 @@ def _serve(
         member.join(connect(at, plan.layout, me, host="127.0.0.1"))
         pipe.send(None)
         while (request := pipe.recv()) is not None:
-            method, arguments = request
-            pipe.send(
-                globals()[method](member, *arguments) if method in globals() else getattr(member, method)(*arguments)
-            )
+            pipe.send(_call(member, *request))
     except EOFError:
         return
     except BaseException:
         pipe.send(RuntimeError(traceback.format_exc()))
+
+
+def _call(member: StageMember, method: str, arguments: Sequence[Any]) -> Any:
+    return globals()[method](member, *arguments) if method in globals() else getattr(member, method)(*arguments)
 
 
 def gradients(member: StageMember) -> list[tuple[str, int, torch.Tensor]]:
@@ -125,11 +129,42 @@ def shared(member: StageMember) -> list[tuple[str, int, torch.Tensor]]:
     found = []
     for flat in member.engine.sets:
         for slot in flat.slots if flat.shared else []:
-            pieces = {"weights": flat.shard[flat.place(slot)], **member._optimizer.moments(flat, slot)}
-            found += [
-                (f"{what} {slot.name}", flat.piece(slot, member.me.f)[0], p.clone()) for what, p in pieces.items()
-            ]
+            pieces = {"weights": flat.master[flat.place(slot)], **member._optimizer.moments(flat, slot)}
+            found += [(f"{what} {slot.name}", flat.first(slot), p.clone()) for what, p in pieces.items()]
     return found
+
+
+def count_forwards(member: StageMember) -> None:
+    """From now on :func:`forwards` knows how often each chunk's forward ran."""
+    for index, chunk in zip(member.plan.layout.owned(member.me.p), member.engine.chunks, strict=True):
+        chunk.forward = _Counted(index, chunk.forward)
+
+
+class _Counted:
+    def __init__(self, index: int, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.index, self.forward, self.calls = index, forward, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.forward(x)
+
+
+def forwards(member: StageMember) -> dict[int, int]:
+    """By model chunk."""
+    return {chunk.forward.index: chunk.forward.calls for chunk in member.engine.chunks}
+
+
+def imported(member: StageMember, module: str) -> bool:
+    return module in sys.modules
+
+
+def state_bytes(member: StageMember) -> dict[str, int]:
+    """Bytes of what the member holds between steps, by kind of memory."""
+    found: dict[str, dict[int, int]] = {}
+    for kind, tensor in held(member.engine, member._optimizer):
+        storage = tensor.untyped_storage()
+        found.setdefault(kind, {})[storage._cdata] = storage.nbytes()
+    return {kind: sum(storages.values()) for kind, storages in found.items()}
 
 
 def start_from_the_folder(member: StageMember) -> None:
@@ -170,27 +205,57 @@ class Run:
         partial.mkdir(parents=True)
         progress = Progress(step=step, commits=commits, samples=step * self.config.parallel.global_batch, tokens=0)
         files = entries(self.call("save", partial))
-        publish(partial, final, Manifest(VERSION, progress, self.config.to_dict(), [], {}, files))
+        if not (run / run_id.FILE).exists():
+            run_id.create(run)
+        publish(partial, final, Manifest(VERSION, run_id.read(run), progress, self.config.to_dict(), [], {}, files))
         return final
 
     def whole(self, what: str) -> dict[str, torch.Tensor]:
-        """``gradients`` or ``weights`` by full name, flat, put together from the shards of the first replica."""
+        """``gradients`` or ``weights`` by full name, flat, put together from what the members answer for."""
         pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for (me, _), shards in zip(self.pipes, self.call(what), strict=True):
-            for name, start, piece in shards if me.r == 0 else []:
+        for shards in self.call(what):
+            for name, start, piece in shards:
                 pieces.setdefault(name, []).append((start, piece))
         return {
             name: torch.cat([piece for _, piece in sorted(found, key=lambda x: x[0])]) for name, found in pieces.items()
         }
 
 
+class _Here:
+    """The only member of its layout, in this process, as a pipe to it."""
+
+    def __init__(self, config: RunConfig, plan: Plan, me: Member, at: Rendezvous, samples: Samples) -> None:
+        self._member = StageMember(config, plan, me, MemberSamples(samples, config, me.f, me.r))
+        self._member.join(connect(at, plan.layout, me, host="127.0.0.1"))
+
+    def send(self, request: tuple[str, Sequence[Any]]) -> None:
+        self._answer = _call(self._member, *request)
+
+    def recv(self) -> Any:
+        return self._answer
+
+    def close(self) -> None:
+        self._member.abort()
+
+
 @contextmanager
-def members(config: RunConfig, samples: Samples, sabotage: Callable[[Member], None] | None = None) -> Iterator[Run]:
+def members(
+    config: RunConfig,
+    samples: Samples,
+    sabotage: Callable[[Member], None] | None = None,
+    *,
+    apart: bool = False,
+) -> Iterator[Run]:
+    """Members that have joined. One that is alone is in this process, unless it has a fault or is to be ``apart``."""
     plan = make_plan(config)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     at = Rendezvous(host="127.0.0.1", port=store.port, epoch=0, timeout_s=60)
     started, pipes = [], []
     try:
+        if plan.layout.size == 1 and sabotage is None and not apart:
+            (me,) = plan.layout.members()
+            yield Run(config, plan, [(me, _Here(config, plan, me, at, samples))], at)
+            return
         for me in plan.layout.members():
             ours, theirs = _processes.Pipe()
             process = _processes.Process(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, VOCAB, LENGTH = 24, 32, 16
 
@@ -462,7 +463,36 @@ def by_frequency(depth: int) -> nn.Module:
     return model
 
 
+class Checkpointed(Mlp):
+    """Runs its forward again in the backward, by its own means."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+def checkpointed(depth: int) -> nn.Module:
+    return Net(depth, Checkpointed)
+
+
 # Refused.
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+def reentrant(depth: int) -> nn.Module:
+    return Net(depth, Reentrant)
+
+
+def reentrant_from_the_start(depth: int) -> nn.Module:
+    """The first block gets what needs no gradient, so that nothing of it is in the graph."""
+    model = Initialised(depth)
+    model.blocks = nn.ModuleList(Reentrant() for _ in range(depth))
+    model.embed.requires_grad_(False)
+    return model
 
 
 def renormed(depth: int) -> nn.Module:

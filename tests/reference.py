@@ -67,10 +67,20 @@ def train(
     eps: float = 1e-8,
     clip: float = 1.0,
 ) -> Reference:
-    """Train on `batches[step]`, one micro-batch at a time. `clip = 0` does not clip."""
-    model = build(factory, seed, whole=whole).to(dtype)
+    """Train on `batches[step]`, one micro-batch at a time. `clip = 0` does not clip.
+
+    With `dtype` bf16 the parameters are rounded copies of fp32 masters, which are what is trained; gradients are added
+    up in fp32, and buffers stay fp32.
+    """
+    narrow = dtype == torch.bfloat16
+    model = build(factory, seed, whole=whole).to(torch.float32 if narrow else dtype)
     parameters = dict(model.named_parameters())
-    trained = [p for p in parameters.values() if p.requires_grad]
+    masters = parameters
+    if narrow:
+        masters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in parameters.items()}
+        for p in parameters.values():
+            p.data = p.data.bfloat16()
+    trained = [p for p in masters.values() if p.requires_grad]
     matrices = [p for p in trained if p.ndim >= 2]
     vectors = [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -90,14 +100,22 @@ def train(
             for block in model.blocks:
                 h = block(h)
             logits = model.head(h).flatten(0, 1)
+            logits = logits.float() if narrow else logits
             loss = functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
             (loss / tokens).backward()
             total += loss.item()
+            for name, p in parameters.items() if narrow else ():
+                if p.grad is not None:
+                    so_far = masters[name].grad
+                    masters[name].grad = p.grad.float() if so_far is None else so_far + p.grad.float()
+                    p.grad = None
         losses.append(total / tokens)
-        gradients = gradients or {name: p.grad.clone() for name, p in parameters.items() if p.requires_grad}
+        gradients = gradients or {name: p.grad.clone() for name, p in masters.items() if p.requires_grad}
         if clip:
             torch.nn.utils.clip_grad_norm_(trained, clip)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, len(batches), lr, warmup, min_ratio)
         optimizer.step()
-    return Reference(losses, gradients, {name: p.detach().clone() for name, p in parameters.items()})
+        for name, p in parameters.items() if narrow else ():
+            p.data.copy_(masters[name].data)
+    return Reference(losses, gradients, {name: p.detach().clone() for name, p in masters.items()})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from zeropp_ray.engine import Engine
 from zeropp_ray.layout import Member
 from zeropp_ray.sharding import FlatParameters
@@ -58,3 +60,59 @@ def tied_on_one_side(side: int, me: Member) -> None:
             flat.gradient.copy_(gradient)
 
     Engine._exchange_shared = deaf
+
+
+def recompute_from_another_input(me: Member) -> None:
+    """The last chunk's RF starts from what is not the input that its F had."""
+    recompute = Engine._recompute
+
+    def wrong(self, action):
+        key = action.chunk, action.microbatch
+        if self.chunks[action.chunk].last:
+            self.step.chunk_inputs[key] = 1.01 * self.step.chunk_inputs[key]
+        recompute(self, action)
+
+    Engine._recompute = wrong
+
+
+def count_the_loss_again(me: Member) -> None:
+    """A recomputed forward adds its tokens to the sum a second time."""
+    recompute = Engine._recompute
+
+    def again(self, action):
+        recompute(self, action)
+        if self.chunks[action.chunk].last:
+            self.step.tokens += self._microbatches(action.microbatch)[1].numel()
+
+    Engine._recompute = again
+
+
+def step_without_its_first_unit(me: Member) -> None:
+    """A buffer that stays open over the step forgets what the first unit put into it."""
+    weight_gradient = Engine._weight_gradient
+
+    def forgetful(self, action):
+        weight_gradient(self, action)
+        if action.microbatch == 1:
+            for flat in self.chunks[action.chunk].trained:
+                flat._buffer.zero_()
+
+    Engine._weight_gradient = forgetful
+
+
+def sum_in_bf16(by_hand: bool, me: Member) -> None:
+    """Gradients that B makes, or those made by hand with deferred weights, are added up over micro-batches in bf16."""
+
+    def narrow(self):
+        if by_hand:
+            self._side.add_(self._made)
+            self._made.zero_()
+
+    def late(self, *, last):
+        if not by_hand:
+            self._side.add_(self._made)
+            self._made.zero_()
+        return reduce(self, last=last)
+
+    reduce, FlatParameters.collect = FlatParameters.reduce, torch.no_grad()(narrow)
+    FlatParameters.reduce = torch.no_grad()(late)

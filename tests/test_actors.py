@@ -10,12 +10,14 @@ import time
 import pytest
 
 from actors.run import run_training
+from actors.stopping import REPEAT_S
 from tests import reference
 from zeropp_ray.config import RunConfig
 from zeropp_ray.data.corpus import load_corpus
 from zeropp_ray.data.sampler import Batches
 from zeropp_ray.errors import ConfigError, ZeroppError
 from zeropp_ray.models import resolve_factory
+from zeropp_ray.planner.plan import make_plan
 
 pytestmark = pytest.mark.ray
 
@@ -28,13 +30,14 @@ def configuration(P: int, V: int, F: int, R: int, **more) -> RunConfig:
         "train": {"steps": 10, "lr": 1e-2, "warmup_steps": 3, "eval_every": 0, "eval_sequences": 16},
     }
     for section, settings in more.items():
-        values[section] |= settings
+        values[section] = values.get(section, {}) | settings
     return RunConfig.from_dict(values)
 
 
 @pytest.mark.parametrize("layout", [(2, 2, 2, 1), (2, 1, 1, 2), (1, 2, 1, 1)], ids=str)
 def test_a_run_over_actors_equals_the_plain_loop(layout, tmp_path):
-    config = configuration(*layout)
+    more = {"parallel": {"zero1": True}, "resources": {"measure_memory": True}}  # no difference without replicas; never
+    config = configuration(*layout, **more)
     events = []
     summary = run_training(config, address=None, run_dir=tmp_path, on_event=events.append)
 
@@ -49,6 +52,12 @@ def test_a_run_over_actors_equals_the_plain_loop(layout, tmp_path):
     assert losses == pytest.approx(theirs.losses, rel=1e-5)
     assert [event["kind"] for event in events].count("step") == 10
     assert_summary(config, summary, losses, lines)
+    memory, (fullest,) = summary["memory"], [event for event in events if event["kind"] == "memory"]
+    assert memory["step"] == fullest["step"] == 2
+    assert [each["member"] for each in memory["members"]] == [str(me) for me in make_plan(config).layout.members()]
+    totals = [(sum(each["measured"].values()), sum(each["predicted"].values())) for each in memory["members"]]
+    assert all(predicted == pytest.approx(measured, rel=0.2) for measured, predicted in totals)  # a small model
+    assert sum(fullest["measured"].values()) == max(measured for measured, _ in totals)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
@@ -66,7 +75,7 @@ def assert_summary(config: RunConfig, summary: dict, losses: list[float], lines:
     message = p.microbatch_size * 32 * 32 * 4
     assert traffic["sent_bytes"] == 10 * p.shards * p.replicas * p.microbatches * boundaries * 2 * message
     assert traffic["sent_bytes"] == traffic["received_bytes"]
-    kinds = ("gathered_bytes", "reduced_bytes", "replica_reduced_bytes", "sent_bytes")
+    kinds = ("gathered_bytes", "reduced_bytes", "replica_reduced_bytes", "replica_gathered_bytes", "sent_bytes")
     assert summary["bytes"] == sum(traffic[kind] for kind in kinds)
 
 
@@ -108,15 +117,43 @@ def test_a_killed_driver_ends_the_run(command):
 
 
 def test_a_second_interrupt_ends_the_run_at_once(command):
-    run = command("train.steps=100000", "parallel.microbatches=256", "parallel.shards=1")  # steps of seconds
+    slow = ("model.factory=tests.user_models:Slow", "model.args.vocab=256", "model.seq_len=16")
+    run = command("train.steps=100000", "parallel.shards=1", "parallel.chunks=1", *slow)  # steps of 8 s
     run.wait_for_step(1)
     tree = run.tree()
     run.process.send_signal(signal.SIGINT)
-    time.sleep(1.5)  # Ray looks for signals once a second
+    time.sleep(REPEAT_S + 1.5)  # Ray looks for signals once a second
     run.process.send_signal(signal.SIGINT)
     code, output = run.end(tree, within_s=8)
     assert code == 1, output
-    assert output.splitlines()[-1].startswith("error: stopped before the end")
+    assert output.splitlines()[-1].startswith("error: stopped at once, before a checkpoint")
+
+
+@pytest.mark.parametrize("when", ["log.txt", "members.json"])
+def test_a_run_stopped_before_its_first_step_leaves_nothing(command, when):
+    run = command("train.steps=100000", "parallel.shards=1")
+    run.wait_for(run.folder / when)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.end([], within_s=60)
+    assert code == 1, output
+    assert output.splitlines()[-1] == "error: stopped before the first step; nothing is left of the run"
+    assert not run.folder.exists()
+
+
+def test_a_run_whose_end_cannot_be_saved_has_failed_and_says_what_there_is(command):
+    run = command("train.steps=4", "parallel.stages=1", "parallel.shards=1", "model.dim=32", "model.heads=2")
+    run.wait_for(run.folder / "members.json")
+    (run.folder / "checkpoints").touch()  # is in the way, also of one who may write everywhere
+    code, output = run.end([], within_s=60)
+    assert code == 1, output
+    assert output.count("checkpoint of step 4 failed: ") == 3
+    assert "the run goes on" not in output
+    assert "4 steps" in output
+    cause = output.splitlines()[-1]
+    assert cause.startswith("error: step 4 could not be saved (")
+    assert cause.endswith("), and the run has no good checkpoint: what it learned is lost")
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert (summary["outcome"], f"error: {summary['error']}", summary["checkpoint"]) == ("failed", cause, None)
 
 
 def test_an_error_in_the_model_names_member_and_instruction(tmp_path, capfd):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -14,7 +16,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from actors.stopping import StopSignals
 from jobs.cli import zeropp
+from jobs.quiet import quiet
 from jobs.report import Reporter, duration, short, size
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.errors import ConfigError, ZeroppError
@@ -39,6 +43,7 @@ PLAN: dict[str, Any] = {
     "limit": 5.0,
 }
 SUMMARY: dict[str, Any] = {
+    "error": None,
     "steps": 2,
     "tokens": 8192,
     "first_loss": 5.5,
@@ -167,7 +172,11 @@ def test_a_configuration_file_from_start_to_check(here: Path) -> None:
         (["--set", "parallel.microbatch_size=0"], "parallel.microbatch_size = 0", "at least 1"),
         (["--set", "parallel.shard=2"], "parallel.shard", "did you mean parallel.shards?"),
         (["--set", "run.dir=short.txt/runs"], "run.dir", "choose a folder"),
-        (["--name", "taken"], "run.name = 'taken'", "choose another with --name"),
+        (["--set", "data.path=~nobodys/text"], "data.path = '~nobodys/text'", "write out the whole path"),
+        (["--set", "run.dir=~nobodys"], "run.dir = '~nobodys'", "write out the whole path"),
+        (["--resume", "~nobodys/run"], "--resume ~nobodys/run", "write out the whole path"),
+        (["--init-from", "~nobodys"], "model.init_from = '~nobodys'", "write out the whole path"),
+        (["--name", "taken"], "run.name = 'taken'", "choose another with --name, or remove it"),
         (["--name", "../up"], "run.name = '../up'", "letters"),
         (["missing.toml"], "missing.toml", "leave it out"),
         (["short.txt"], "short.txt", "not TOML"),
@@ -183,6 +192,14 @@ def test_bad_input_is_one_line_and_exit_2(here: Path, arguments: list[str], name
     assert named in message
     assert fix in message
     assert [path.name for path in (here / "runs").iterdir()] == ["taken"]
+
+
+def test_a_working_folder_that_is_gone_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = here / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "the folder that this was started in is gone" in refused(run("train"))
 
 
 def test_wrong_usage_is_exit_2() -> None:
@@ -233,15 +250,14 @@ def test_a_run_names_itself(here: Path, trainer: Callable[[Trainer], None]) -> N
     [
         (ZeroppError("stage 1 shard 0 replica 0 died in 1F3"), "stage 1 shard 0 replica 0 died in 1F3", "1F3"),
         (RuntimeError("a\nb"), "unexpected RuntimeError: a b; the traceback is in runs/a/log.txt", "Traceback"),
-        (KeyboardInterrupt(), "stopped before the end; the steps so far are in runs/a/metrics.jsonl", ""),
-        (SystemExit(15), "stopped before the end; the steps so far are in runs/a/metrics.jsonl", ""),
+        (KeyboardInterrupt(), "stopped at once, before a checkpoint; the steps so far are in runs/a/metrics.jsonl", ""),
     ],
 )
 def test_a_run_that_fails_is_one_line_and_exit_1(
     here: Path, trainer: Callable[[Trainer], None], error: BaseException, message: str, logged: str
 ) -> None:
     def fail(*_: Any, run_dir: Path, **__: Any) -> dict[str, Any]:
-        (run_dir / "metrics.jsonl").touch()
+        (run_dir / "metrics.jsonl").write_text("{}\n")
         raise error
 
     trainer(fail)
@@ -252,12 +268,45 @@ def test_a_run_that_fails_is_one_line_and_exit_1(
 def test_a_run_stopped_before_its_first_step_leaves_its_name_free(
     here: Path, trainer: Callable[[Trainer], None]
 ) -> None:
-    def stop(*_: Any, **__: Any) -> dict[str, Any]:
-        raise KeyboardInterrupt
+    def stop(*_: Any, run_dir: Path, stop: StopSignals, **__: Any) -> dict[str, Any]:
+        (run_dir / "metrics.jsonl").touch()
+        signal.raise_signal(signal.SIGTERM)
+        stop.check()
+        raise AssertionError("the signal came to nothing")
 
     trainer(stop)
     assert refused(run("train", "--name", "a"), code=1) == "stopped before the first step; nothing is left of the run"
     assert not (here / "runs" / "a").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_stopped_at_once_says_what_there_is_to_go_on_from(
+    here: Path, trainer: Callable[[Trainer], None], resume: bool
+) -> None:
+    from tests.saved import saved_run
+
+    def stop(config: RunConfig, *, run_dir: Path, **__: Any) -> dict[str, Any]:
+        if not resume:
+            saved_run(run_dir, config)
+        raise KeyboardInterrupt
+
+    if resume:
+        saved_run(here / "runs" / "a", RunConfig())
+    trainer(stop)
+    message = refused(run("train", *(["--resume", "a"] if resume else ["--name", "a"])), code=75)
+    wanted = "stopped at once; the newest checkpoint is step-00000010, go on with: zeropp train --resume runs/a"
+    assert message == wanted
+    assert "or go on with --resume runs/a" in refused(run("train", "--name", "a"))
+
+
+def test_a_run_that_has_all_its_steps_and_failed_says_both(
+    here: Path, trainer: Callable[[Trainer], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer(lambda *_, **__: SUMMARY | {"error": "step 2 could not be saved"})
+    assert refused(run("train", "--name", "a"), code=1) == "step 2 could not be saved"
+    shown = capfd.readouterr().out
+    assert "2 steps, 8,192 tokens" in shown
+    assert "--resume" not in shown
 
 
 def test_a_run_that_another_process_trains_is_refused_and_unharmed(
@@ -270,6 +319,22 @@ def test_a_run_that_another_process_trains_is_refused_and_unharmed(
 
     trainer(again)
     assert refused(run("train", "--name", "a"), code=1) == "seen"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_log_on_a_full_disk_ends_no_run(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with quiet(Path("/dev/full")) as console:
+        print("lost")
+        print("shown", file=console)
+    assert capfd.readouterr().out == "shown\n"
+
+
+def test_a_full_disk_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/.lock")
+
+    monkeypatch.setattr("jobs.train.only_job", full)
+    assert refused(run("train", "--name", "a"), code=1) == "runs/a/.lock cannot be written: No space left on device"
 
 
 def test_a_refused_run_leaves_its_name_free(here: Path, trainer: Callable[[Trainer], None]) -> None:
@@ -326,6 +391,19 @@ def test_what_is_worth_a_line_gets_one() -> None:
     assert "loss not finite" in text
     assert "\r\x1b[Kstep 2  skipped: the gradient is not finite\n" in text
     assert text.endswith("\r\x1b[Kstep 2  validation loss 2.500\n")
+
+
+def test_measured_memory_is_shown_beside_the_predicted() -> None:
+    console = io.StringIO()
+    kinds = {"activations": 2**20, "messages": 0}
+    columns = {"predicted": kinds, "measured": kinds | {"activations": 1536}, "highest": kinds}
+    Reporter(console, RunConfig(), "")({"kind": "memory", "step": 2, "member": "stage 0", "at": "1B4", **columns})
+    assert console.getvalue().splitlines() == [
+        "step 2  memory of stage 0, the fullest, at its peak in 1B4",
+        "             predicted   measured    highest",
+        "activations    1.0 MiB    1.5 KiB    1.0 MiB",
+        "total          1.0 MiB    1.5 KiB",
+    ]
 
 
 def test_numbers_are_short() -> None:

@@ -22,6 +22,13 @@ def refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
+def test_selective_recomputation_needs_a_chunk_that_is_not_the_last() -> None:
+    assert refusal("parallel.recompute=selective", "parallel.chunks=1") == (
+        "parallel.recompute = 'selective': keeps the last chunk of a stage, and with parallel.chunks = 1 there is no "
+        "other; use parallel.recompute = 'full' or 'none', or parallel.chunks = 2 or more"
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "field", "works"),
     [
@@ -30,6 +37,8 @@ def refusal(*overrides: str) -> str:
         ("parallel.unit=9", "parallel.unit = 9", "parallel.unit=8"),
         ("parallel.unit=-1", "parallel.unit = -1", "parallel.unit=2"),
         ("parallel.memory_limit=1", "parallel.memory_limit = 1", "parallel.memory_limit=2.5"),
+        ("parallel.recompute=ful", "parallel.recompute = 'ful'", "parallel.recompute=full"),
+        ("parallel.reduce=", "parallel.reduce = ''", "parallel.reduce=step"),
         ("parallel.microbatch_size=0", "parallel.microbatch_size = 0", "parallel.microbatch_size=1"),
         ("parallel.stages=0", "parallel.stages = 0", "parallel.stages=1"),
         ("model.layers=3", "model.layers = 3", "model.layers=4"),

@@ -28,7 +28,7 @@ FROZEN = [
 OTHER = [
     "overridden", "parametrized", "old_weight_norm", "replaced_forward", "hooked", "masked", "bilinear", "twice",
     "by_hand", "attention", "encoder_layer", "recurrent", "turned", "in_place", "overwritten", "projected", "cast",
-    "saved", "no_parameters", "by_frequency",
+    "saved", "no_parameters", "by_frequency", "checkpointed",
 ]  # fmt: skip
 REFUSED = {
     "renormed": "embed changes its parameter embed.weight in the forward",
@@ -38,6 +38,8 @@ REFUSED = {
     "whole_numbers": "table is int8; make it a plain nn.Parameter of floating-point numbers",
     "accumulating": "blocks.0.up.weight has a hook on its accumulated gradient",
     "all_frozen": "nothing to train",
+    "reentrant": "blocks.0 uses .* use_reentrant=True, .*; take use_reentrant=False, or .* set parallel.recompute",
+    "reentrant_from_the_start": "blocks.0 uses blocks.0.norm.weight where no gradient reaches it, .*use_reentrant=True",
     "carried_over": "head uses what an earlier part made from tokens.weight",
 }
 
@@ -163,10 +165,10 @@ def test_shared_parameters_count_once_in_the_description_and_at_each_stage_in_me
         memory = [predict_memory(plan, of(kind, 2, 1), p) for p in (0, 1)]
         held = [sum(each.elements for each in plan.sets if p in each.chunks) for p in (0, 1)]
         assert [m["weights and moments"] for m in memory] == [8 * 3 * n for n in held]
-    assert [m["gradient shards"] for m in memory] == [8 * (n + 2 * table) for n in held]
+        assert [m["gradient shards"] for m in memory] == [8 * n for n in held]  # what is exchanged comes after the peak
     called, used = (predict_memory(make_plan(of(kind, 1, 1)), of(kind, 1, 1), 0) for kind in ("tied", "tied_by_hand"))
     vectors = 48 - 32  # the norm of the one, the bias of the other
-    assert used["gradient buffers"] - called["gradient buffers"] == 8 * (table + 2 * vectors + vectors)
+    assert used["gradient buffers"] - called["gradient buffers"] == 8 * (table + vectors + vectors)
 
 
 def test_a_description_knows_which_gradients_b_makes_and_what_frozen_parts_cost():

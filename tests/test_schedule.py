@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import pickle
 import time
@@ -272,6 +274,60 @@ def test_replay_names_what_waits_for_ever() -> None:
         replay(order, spec)
 
 
+# --- recomputation and the reduce policy
+
+
+def test_the_program_of_a_small_recomputed_step() -> None:
+    """The same step with the forward again, room for two activations, and one reduce a chunk."""
+    program = compile_program(resolve(1, 2, 4, unit=2, memory_limit=1, recompute="full", reduce="step"))
+    assert listing(program.ranks) == (
+        "rank 0: GATHER 0 0F0 0F1 RELEASE 0 GATHER 1 1F0 1RF0 1B0 1F1 1RF1 1B1 RELEASE 1 GATHER 0 0F2 0F3 1W0 0RF0 0B0 "
+        "1W1 0RF1 0B1 RELEASE 0 GATHER 1 1F2 1F3 0W0 1RF2 1B2 0W1 1RF3 1B3 RELEASE 1 1W2 GATHER 0 0RF2 0B2 1W3 "
+        "REDUCE 1 0RF3 0B3 RELEASE 0 0W2 0W3 REDUCE 0"
+    )
+    assert program.peak_activations == (1,)
+    assert program.peak_inputs == (4,)
+    assert program.peak_gradient_buffers == (2,)
+    assert program.lower_bound == program.makespan == 4 * 2 * 4
+
+
+def test_the_last_chunk_is_kept() -> None:
+    program = compile_program(resolve(3, 3, 6, recompute="selective"))
+    recomputed = {action.chunk for actions in program.ranks for action in actions if action.op is Op.RF}
+    assert recomputed == {0, 1}
+    assert program.lower_bound == 6 * (3 * 3 + 2) + 2  # the last rank: nine tasks and two again, after two forwards
+
+
+# The table of docs/step.md: live micro-batches, inputs kept, time; and one that the text after it tells of.
+@pytest.mark.parametrize(
+    ("recompute", "limit", "live", "inputs", "time"),
+    [
+        ("none", 0, 20, 0, 199),
+        ("selective", 0, 8, 18, 231),
+        ("full", 0, 8, 18, 263),
+        ("full", 1, 1, 31, 281),
+        ("selective", 1, 1, 24, 417),
+    ],
+)
+def test_documented_table(recompute: str, limit: float, live: float, inputs: int, time: float) -> None:
+    program = compile_program(resolve(8, 2, 32, memory_limit=limit, recompute=recompute))
+    assert (max(program.peak_activations), max(program.peak_inputs), program.makespan) == (live, inputs, time)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize(("V", "cost"), [*itertools.product((2, 3, 4), (EQUAL, UNEVEN, (1, 2, 1, 0.1)))])
+@pytest.mark.parametrize("P", [2, 4, 8])
+def test_default_limit_with_recomputation(P: int, V: int, cost: tuple[float, ...], recompute: str) -> None:
+    """2P/V live micro-batches cost next to nothing, of the time without a limit and of the least time there is."""
+    made = functools.partial(resolve, P, V, 8 * P, costs=Costs.uniform(P * V, *cost), recompute=recompute)
+    spec, free = made(), made(memory_limit=8 * P)
+    results = [replay(zeropp_order(each), each) for each in (spec, free)]
+    assert results[0].makespan <= results[1].makespan * 1.0065
+    assert results[0].makespan <= results[0].lower_bound * 1.0065
+    assert max(results[0].peak_activations) <= 2 * P / V + 1e-9
+    assert max(results[0].peak_inputs) <= spec.input_limit
+
+
 # --- what is shown
 
 
@@ -327,6 +383,21 @@ def test_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_grid_with_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    arguments = "--stages 2 --chunks 2 --microbatches 4 --unit 2 --recompute full --reduce step"
+    assert run(*arguments.split()).splitlines()[1:] == [
+        "01 forward, ⁰¹ forward again, AB input gradient, ab weight gradient of chunk 0, 1, …; · idle; "
+        "one column is 1 of the costs' unit of time",
+        "rank 0 001¹1¹Bb·B⁰A⁰A001¹1bB¹aB⁰aA⁰bAbaa",
+        "rank 1 ·001¹B1¹B⁰A⁰Abb001¹B1¹Ba⁰Aa⁰Abbaa",
+        "time     makespan 33, 1.000 times the lower bound; bubble 3.0%",
+        "memory   2 live micro-batches of 2 allowed; 3 chunk inputs kept; 1 of 2 chunks resident; "
+        "2 gradient buffers open",
+        "traffic  5 gathers and 2 reduces per rank",
+    ]
+
+
 def test_a_column_shows_its_middle() -> None:
     program = compile_program(resolve(1, 1, 1))  # forward, input gradient, weight gradient: the second is in the middle
     assert to_grid(program, len("rank 0 ") + 1).splitlines()[2] == "rank 0 A"
@@ -374,6 +445,11 @@ BAD = [
         "--cost = 1,1,1: not four numbers; give those of forward, input gradient, weight gradient and transfer, "
         "such as 1,1,1,0",
     ),
+    (
+        "--recompute=selective --chunks=1",
+        "--recompute = 'selective': keeps the last chunk of a stage, and with --chunks = 1 there is no other; use "
+        "--recompute = 'full' or 'none', or --chunks = 2 or more",
+    ),
     ("--cost=1,x,1,0", "--cost = 1,x,1,0: not four numbers"),
     ("--cost=0,1,1,0", "cost.F = 0: not a duration; give a finite number above 0"),
     ("--cost=1e-300,1,1,0", "cost: 1e-300 beside 1; none may be more than 1e+09 times another"),
@@ -385,7 +461,7 @@ BAD = [
 
 @pytest.mark.parametrize(("argument", "message"), BAD)
 def test_bad_input(argument: str, message: str) -> None:
-    text = problem(argument)
+    text = problem(*argument.split())
     assert text.startswith(message)
     assert "\n" not in text
 

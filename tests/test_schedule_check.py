@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -28,11 +29,11 @@ SPEC = resolve(3, 2, 6, unit=3)
 def action(text: str) -> Action:
     """The action that prints as ``text``."""
     *word, task = text.split()
-    kind = next((k for k in "FBW" if k in task), "")
+    chunk, kind, microbatch = re.fullmatch(r"(\d+)([A-Z]*)(\d*)", task).groups()
     if not kind:
-        return Action(Op(word[0]), int(task))
-    chunk, microbatch = map(int, task.split(kind))
-    return Action(Op(word[0]), chunk, microbatch, kind) if word else Action(Op(kind), chunk, microbatch)
+        return Action(Op(word[0]), int(chunk))
+    where = int(chunk), int(microbatch)
+    return Action(Op(word[0]), *where, kind) if word else Action(Op(kind), *where)
 
 
 def at(actions: list[Action], text: str) -> int:
@@ -154,6 +155,49 @@ def test_broken_program(change: Callable[[Ranks], None], message: str) -> None:
         check(broken(SPEC, change), SPEC, compile_program(SPEC).in_flight)
 
 
+AGAIN = resolve(3, 2, 6, unit=3, recompute="full", reduce="step")
+
+BROKEN_AGAIN = [
+    (drop(1, "0RF2"), r"rank 1, position \d+: 0B2 runs before 0RF2"),
+    (again(1, "0RF2"), r"rank 1, position \d+: 0RF2 runs twice"),
+    (move(1, "1RF0", "WAIT 1F0"), r"rank 1, position \d+: 1RF0 runs before 1F0"),
+    (swap(1, "1RF2", "1B2"), r"rank 1, position \d+: 1B2 runs before 1RF2"),
+    (move(1, "0RF0", "GATHER 1"), r"rank 1, position \d+: 0RF0 runs without the chunk's parameters"),
+    (insert(1, "REDUCE 1", "1F3"), r"rank 1, position \d+: REDUCE 1 comes inside a step: 1W3 has not run"),
+    (drop(1, "REDUCE 1"), r"rank 1, end of its list: the gradient buffer of chunk 1 is not reduced"),
+    (again(1, "REDUCE 1"), r"rank 1, position \d+: REDUCE 1 has no gradient buffer to reduce"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN_AGAIN)
+def test_broken_program_with_recomputation_and_one_reduce(change: Callable[[Ranks], None], message: str) -> None:
+    check(compile_program(AGAIN).ranks, AGAIN, compile_program(AGAIN).in_flight)
+    with pytest.raises(ScheduleError, match=message):
+        check(broken(AGAIN, change), AGAIN, compile_program(AGAIN).in_flight)
+
+
+def test_recomputed_activations_count_from_the_second_forward() -> None:
+    program = compile_program(AGAIN)
+    least = int(2 * max(program.peak_activations)) - 1
+    with pytest.raises(ScheduleError, match=rf"\dRF\d makes {least + 1} chunk activations live; .* allows {least}"):
+        check(program.ranks, replace(AGAIN, memory_limit=least / 2), program.in_flight)
+
+
+def test_only_what_is_recomputed_has_an_rf() -> None:
+    selective = resolve(3, 2, 6, unit=3, recompute="selective")
+    program = compile_program(selective)
+    assert not any(str(action).startswith("1RF") for actions in program.ranks for action in actions)
+    with pytest.raises(ScheduleError, match=r"rank 1, position \d+: 1RF0 recomputes what its F keeps"):
+        check(broken(selective, insert(1, "1RF0", "1B0")), selective, program.in_flight)
+
+
+def test_inputs_are_kept_within_what_the_program_states() -> None:
+    spec = resolve(1, 1, 4, unit=2, recompute="full")  # 2 of a unit, and one more
+    ranks = [[action(text) for text in ("GATHER 0", "0F0", "0F1", "0F2", "0F3")]]
+    with pytest.raises(ScheduleError, match=r"position 4: 0F3 keeps 4 chunk inputs; the program states 3"):
+        check(ranks, spec, {})
+
+
 def test_no_room_for_the_sends_that_are_made() -> None:
     program = compile_program(SPEC)
     tight = {**program.in_flight, Edge(1, 2, "F"): 2}
@@ -196,7 +240,7 @@ def test_forward_only() -> None:
     program = compile_forward(SPEC)
     check(program.ranks, SPEC, program.in_flight, forward_only=True)
     ranks = [list(actions) for actions in program.ranks]
-    for text in ("0B0", "0W0"):
+    for text in ("0RF0", "0B0", "0W0"):
         ranks[0].insert(at(ranks[0], "RELEASE 0"), action(text))
         with pytest.raises(ScheduleError, match=f"{text} has no place in a forward-only program"):
             check(ranks, SPEC, program.in_flight, forward_only=True)
@@ -227,7 +271,7 @@ def test_a_deadlock_of_many_ranks_is_told_in_short() -> None:
 def test_gradients_are_summed_in_micro_batch_order() -> None:
     ranks = [[action(text) for text in ("GATHER 0", "0F0", "0F1", "0B1")]]
     with pytest.raises(ScheduleError, match=r"rank 0, position 3: 0B1 is out of order: 0B0 comes next"):
-        check(ranks, resolve(1, 1, 2), {})
+        check(ranks, resolve(1, 1, 2, memory_limit=2), {})
 
 
 def test_use_in_another_order_than_sent_needs_a_wider_window() -> None:

@@ -33,7 +33,7 @@ FORWARD_COST = st.sampled_from([0.25, 0.5, 1, 1.3, 2, 5])
 
 @st.composite
 def specs(draw: st.DrawFn) -> ScheduleSpec:
-    """Any spec, small; limits from the least possible up, costs equal or per model chunk."""
+    """Any spec, small; limits from the least possible up, costs equal or per model chunk, any policy."""
     P, V = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     N = draw(st.integers(P, 16))
     unit = draw(st.integers(P, N))
@@ -43,9 +43,11 @@ def specs(draw: st.DrawFn) -> ScheduleSpec:
         return tuple(draw(st.lists(cost, min_size=spread, max_size=spread))) * (P * V // spread)
 
     costs = Costs(column(FORWARD_COST), column(COST), column(COST), draw(COST))
-    least = least_limit(split_units(N, unit), V)
+    recompute = draw(st.sampled_from(["none", "full", "selective"] if V > 1 else ["none", "full"]))
+    least = least_limit(split_units(N, unit), V, recompute != "none")
     limit = draw(st.sampled_from([0, least, least + 1 / V, least + P, 2 * N]))
-    return resolve(P, V, N, unit, limit, draw(st.booleans()), costs)
+    reduce = draw(st.sampled_from(["unit", "step"]))
+    return resolve(P, V, N, unit, limit, draw(st.booleans()), costs, recompute, reduce)
 
 
 @settings(max_examples=150, deadline=None)
@@ -55,11 +57,13 @@ def test_every_spec_compiles_and_holds(spec: ScheduleSpec) -> None:
     program = compile_program(spec)
     judge(to_json(program), spec)
     K, V = len(spec.units), spec.chunks
+    sums = K if spec.reduce == "unit" else 1
     assert set(program.gathers) == {(2 * V - 2) * K + 1}
-    assert set(program.reduces) == {V * K}
-    assert set(program.peak_gradient_buffers) == {1}
+    assert set(program.reduces) == {V * sums}
+    assert set(program.peak_gradient_buffers) == {V if sums < K else 1}
     assert max(program.peak_resident) <= 1 + spec.prefetch
     assert max(program.peak_activations) <= spec.memory_limit + 1e-9
+    assert max(program.peak_inputs) <= max(spec.units) * sum(spec.recomputed) + spec.stages
     assert program.makespan >= program.lower_bound * (1 - 1e-12)
     assert 0 <= program.bubble < 1
     assert compile_program(spec) == program
@@ -69,24 +73,27 @@ def test_every_spec_compiles_and_holds(spec: ScheduleSpec) -> None:
 def judge(shown: dict[str, Any], spec: ScheduleSpec) -> None:
     """Dependencies by time, one task at a time per rank, phases, residency, memory and gradient buffers."""
     P, V, N, cost = shown["stages"], shown["chunks"], shown["microbatches"], spec.costs
+    recomputed, whole_step = shown["recomputed"], shown["reduce"] == "step"
     end: dict[tuple[str, int, int], float] = {}
     for rank in shown["ranks"]:
         for action in rank["actions"]:
-            if action["op"] in "FBW":
+            if action["op"] in ("F", "RF", "B", "W"):
                 key = (action["op"], action["model_chunk"], action["microbatch"])
                 assert key not in end, "twice"
                 end[key] = action["end"]
-                duration = getattr(cost, action["op"])[action["model_chunk"]]
+                duration = getattr(cost, action["op"][-1])[action["model_chunk"]]
                 assert action["end"] - action["start"] == pytest.approx(duration, abs=1e-9)
-    assert len(end) == 3 * P * V * N
+    assert len(end) == (3 * V + sum(recomputed)) * P * N
+    assert {c % (P * V) // P for op, c, _ in end if op == "RF"} == {v for v in range(V) if recomputed[v]}
     last, comm = P * V - 1, cost.comm if P > 1 else 0
     unit_of = [k for k, size in enumerate(shown["units"]) for _ in range(size)]
     for rank in shown["ranks"]:
         now = 0.0
         resident: set[int] = set()
         order: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        live = peak = reduced = 0
+        live = peak = inputs = most_inputs = reduced = 0
         buffer: tuple[int, int] | None = None
+        open_buffers: set[int] = set()
         for action in rank["actions"]:
             op, v, c, start = action["op"], action["chunk"], action["model_chunk"], action["start"]
             assert c == v * P + rank["rank"]
@@ -98,6 +105,9 @@ def judge(shown: dict[str, Any], spec: ScheduleSpec) -> None:
                 assert len(resident) <= 1 + spec.prefetch
             elif op == "RELEASE":
                 resident.remove(v)
+            elif op == "REDUCE" and whole_step:
+                open_buffers.remove(v)
+                assert order["W"].count((v, N - 1)) == 1, "not the whole step"
             elif op == "REDUCE":
                 assert buffer is not None
                 assert (v, len(order["W"])) == (buffer[0], reduced + shown["units"][buffer[1]]), "not one whole unit"
@@ -108,22 +118,32 @@ def judge(shown: dict[str, Any], spec: ScheduleSpec) -> None:
                 order[op].append((v, m))
                 needs = {
                     "F": [("F", c - 1, m, comm)] if c > 0 else [],
-                    "B": [("F", c, m, 0), ("B", c + 1, m, comm)] if c < last else [("F", c, m, 0)],
+                    "RF": [("F", c, m, 0)],
+                    "B": [("RF" if recomputed[v] else "F", c, m, 0), *([("B", c + 1, m, comm)] if c < last else [])],
                     "W": [("B", c, m, 0)],
                 }[op]
                 for *key, delay in needs:
                     assert start >= end[tuple(key)] + delay - 1e-9, f"{op} {c} {m} before {key}"
                 assert op == "W" or v in resident
-                live += {"F": 1, "B": 0, "W": -1}[op]
-                peak = max(peak, live)
-                if op == "W":
+                live += {"F": not recomputed[v], "RF": 1, "B": 0, "W": -1}[op]
+                inputs += {"F": recomputed[v], "RF": -1}.get(op, 0)
+                peak, most_inputs = max(peak, live), max(most_inputs, inputs)
+                if op == "W" and whole_step:
+                    open_buffers.add(v)
+                elif op == "W":
                     assert buffer in (None, (v, unit_of[m])), "a second gradient buffer"
                     buffer = (v, unit_of[m])
         assert not resident
         assert buffer is None
+        assert not open_buffers
+        assert most_inputs == rank["peak_inputs"]
         assert peak / V == rank["peak_activations"] <= shown["memory_limit"] + 1e-9
         assert order["W"] == order["B"], "W run in the order of their B"
-        for op, forwards in (("F", 1), ("B", -1)):  # by unit, then by chunk (backwards for B), then by micro-batch
+        for op, forwards in (
+            ("F", 1),
+            ("RF", -1),
+            ("B", -1),
+        ):  # by unit, then by chunk (backwards for B), then by micro-batch
             blocks = [(unit_of[m], forwards * v, m) for v, m in order[op]]
             assert V == 1 or blocks == sorted(blocks)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,14 @@ class Own(nn.Module):
 
     def head(self, h: Tensor) -> Tensor:
         return self.out(self.norm(h)) * self.temperature
+
+
+class Slow(Own):
+    """A second for each micro-batch."""
+
+    def head(self, h: Tensor) -> Tensor:
+        time.sleep(1.0)
+        return super().head(h)
 
 
 def own_model(**args: int) -> nn.Module:

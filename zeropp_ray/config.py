@@ -223,11 +223,16 @@ class ParallelSection(_Section):
     chunks: int = setting(2, "V: model chunks per stage; the model is cut in P*V")
     shards: int = setting(2, "F: members of a stage, which share its parameters (ZeRO-3)")
     replicas: int = setting(1, "R: copies of the whole stages x shards mesh")
+    zero1: bool = setting(False, "split masters and moments of a shard over its replicas too (ZeRO-1)")
     microbatches: int = setting(0, "N: micro-batches per step and member; 0: as train.tokens_per_step says, else 8")
     microbatch_size: int = setting(2, "b: size of a micro-batch; a step takes N*b*F*R", "sequences")
     unit: int = setting(0, "U: least size of a scheduling unit, from P to N; 0: min(N, 2P)", "micro-batches")
-    memory_limit: float = setting(0.0, "live activations of a stage; 0: largest unit + P/V", "micro-batches")
+    memory_limit: float = setting(
+        0.0, "live activations of a stage; 0: largest unit + P/V; 2P/V with recompute", "micro-batches"
+    )
     prefetch: bool = setting(False, "gather the next chunk ahead of its use; two are then resident at a time")
+    recompute: str = setting("none", "whose forwards run again instead of keeping activations: none, full, selective")
+    reduce: str = setting("unit", "when a chunk's gradients are reduced: after each unit, or once a step")
 
     def _check(self) -> None:
         self._at_least(1, "stages", "chunks", "shards", "replicas", "microbatch_size")
@@ -238,7 +243,15 @@ class ParallelSection(_Section):
     def schedule(self, costs: Costs | None = None) -> ScheduleSpec:
         """What the schedule is compiled from, with the unit, its split and the memory limit resolved and checked."""
         return resolve(
-            self.stages, self.chunks, self.microbatches, self.unit, self.memory_limit, self.prefetch, costs=costs
+            self.stages,
+            self.chunks,
+            self.microbatches,
+            self.unit,
+            self.memory_limit,
+            self.prefetch,
+            costs,
+            self.recompute,
+            self.reduce,
         )
 
     @property
@@ -286,7 +299,7 @@ class TrainSection(_Section):
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping")
     eval_every: int = setting(50, "distance of evaluations; 0: only at the end", "steps")
     eval_sequences: int = setting(256, "most sequences of the held-out part that an evaluation reads", "sequences")
-    dtype: str = setting("float32", "float32; float64 is for tests")
+    dtype: str = setting("float32", "float32, or bfloat16 with weights kept in fp32; float64 is for tests")
 
     def _check(self) -> None:
         self._at_least(1, "steps", "eval_sequences")
@@ -308,7 +321,7 @@ class TrainSection(_Section):
         for name in ("beta1", "beta2"):
             self._require(0 <= getattr(self, name) < 1, name, "must be at least 0 and below 1, such as 0.9")
         self._require(self.eps > 0, "eps", "must be above 0, such as 1e-8")
-        dtypes = ["float32", "float64"]
+        dtypes = ["float32", "bfloat16", "float64"]
         self._require(self.dtype in dtypes, "dtype", f"unknown; {_close(self.dtype, dtypes)}")
 
     @property
@@ -337,6 +350,7 @@ class ResourcesSection(_Section):
     step_timeout_s: float = setting(
         600.0, "a step, an evaluation or a transfer that takes longer has failed", "seconds"
     )
+    measure_memory: bool = setting(False, "measure every member's tensor memory in the second step, which then is slow")
 
     def _check(self) -> None:
         self._require(self.cpus > 0, "cpus", "must be above 0, such as 1 or 0.5")

@@ -43,6 +43,18 @@ _NOTES = {
 A run has P·F·R members. A step takes N·b·F·R sequences of `model.seq_len` tokens. The layout changes neither the
 weights at the start nor the samples of a step: with the same global batch, every layout gives the same losses, up
 to rounding.
+
+**Activations.** With `recompute` a chunk's forward keeps its input alone, and runs once more for the backward: `full`
+of every chunk, `selective` of all but the last chunk of a stage, whose backwards follow closely, so that keeping it
+costs little memory. Gradients are the same to the last bit.
+
+**Gradients.** `reduce = "unit"` takes the least memory: one chunk's unsharded gradients at a time. `reduce = "step"`
+moves the least: each chunk's are reduced once in the step, so those of all V chunks exist until then. Results are equal
+up to rounding.
+
+**Replicas** repeat the mesh and add up their gradients. With `zero1` they share the optimizer's work too: each updates
+one of R pieces of its shard and hands the others its new weights. The result is the same; each member keeps 1/R of its
+moments, and of fp32 weights beside bf16 ones. For R = 2 as much is sent as without it, for more less.
 """,
     "data": """\
 [data.md](data.md) tells of token stores.
@@ -56,6 +68,11 @@ the last `decay_steps`, so that a run can be extended from before its decay.
 seq_len)`. A layout with more members then makes fewer micro-batches of the same step. A budget that does not
 divide, or that leaves fewer micro-batches than stages, is refused with the nearest that work.
 `parallel.microbatches` is left out, or says the same.
+
+**Precision.** With `dtype = "bfloat16"`, forward and backward compute in bf16, and gathers and messages are half as
+large. Weights, their moments and all sums of gradients stay fp32, and so do checkpoints. Buffers of a model keep their
+dtype; what is between two parts of it must be bf16 then, see [models.md](models.md). It pays where the processor has
+instructions for bf16 (AVX512-BF16, AMX); a run says so if it has none.
 """,
 }
 

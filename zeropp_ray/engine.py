@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections import ChainMap, Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class Chunk:
     first: bool  # takes ids
     last: bool  # gives logits
     backward: bool  # whether a parameter before it is trained, so that the gradient of its input is wanted
+    in_place: bool  # whether its forward may change the tensor that it is given
 
     @property
     def trained(self) -> list[FlatParameters]:
@@ -58,8 +59,9 @@ class Sums:
 class Measured:
     """Peaks of one step, counted where they happen."""
 
-    live_chunks: int = 0  # chunk activations between their F and their W
+    live_chunks: int = 0  # chunk activations, between their F, or RF, and their W
     peak_live_chunks: int = 0
+    peak_chunk_inputs: int = 0  # of recomputed chunks, between their F and their RF
     resident_elements: int = 0
     peak_resident_elements: int = 0
 
@@ -68,16 +70,23 @@ class Measured:
 class RunningStep:
     """Everything that a step holds while it runs. Keys are (chunk, micro-batch)."""
 
+    recomputed: set[int] = field(default_factory=set)  # chunks whose program has an RF
+    chunk_inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # theirs, from F to RF
     input_gradients: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     graphs: dict[tuple[int, int], GradientEdge | None] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int], tuple[torch.Tensor, Transfer]] = field(default_factory=dict)
     arrived: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
     produced: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
-    leaving: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)
+    leaving: dict[tuple[str, int, int], tuple[torch.Tensor, Transfer]] = field(default_factory=dict)
     reducing: list[PendingReduce] = field(default_factory=list)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     tokens: int = 0
     reduces_left: Counter[FlatParameters] = field(default_factory=Counter)
+
+    def messages(self) -> Iterator[torch.Tensor]:
+        """What crosses chunk boundaries, from the post of a receive to the use, and from the maker to the drain."""
+        yield from (tensor for tensor, _ in (*self.arriving.values(), *self.leaving.values()))
+        yield from (*self.arrived.values(), *self.produced.values())
 
 
 class _Entry(torch.autograd.Function):
@@ -108,6 +117,7 @@ class Engine:
         weights: where their deferred layers stash.
         links: its groups.
         activation: shape and dtype of what crosses a chunk boundary, [b, s, h].
+        live_limit, input_limit: most chunk activations, and inputs of recomputed chunks, that it may hold at a time.
     """
 
     def __init__(
@@ -120,11 +130,14 @@ class Engine:
         links: Links,
         counters: Counters,
         activation: tuple[tuple[int, int, int], torch.dtype],
+        live_limit: int,
+        input_limit: int,
     ) -> None:
         self.me, self.layout, self.chunks, self.links, self.counters = me, layout, chunks, links, counters
         self.sets = list(dict.fromkeys(flat for chunk in chunks for flat in chunk.sets))
         self.weights = weights
         self._shape, self._dtype = activation
+        self._live_limit, self._input_limit = live_limit, input_limit
         self.measured = Measured()
         self.step = RunningStep()
         self._microbatches: Microbatches = lambda m: (_ for _ in ()).throw(LookupError(m))
@@ -139,6 +152,7 @@ class Engine:
             Op.SEND: self._send,
             Op.DRAIN: self._drain,
             Op.F: self._forward,
+            Op.RF: self._recompute,
             Op.B: self._backward,
             Op.W: self._weight_gradient,
         }
@@ -166,9 +180,11 @@ class Engine:
         for action in program:
             if action.op is Op.REDUCE:
                 step.reduces_left.update(self.chunks[action.chunk].trained)
+            elif action.op is Op.RF:
+                step.recomputed.add(action.chunk)
         position, action = 0, program[0]
         try:
-            with torch.set_grad_enabled(training):
+            with torch.no_grad():  # but where a graph is made
                 for position, action in enumerate(program):
                     progress(position)
                     self._do[action.op](action)
@@ -202,9 +218,9 @@ class Engine:
                 continue
             if flat.shared:
                 counters.shared_gathers += 1
-                counters.shared_gathered_bytes += flat.moved_bytes
+                counters.shared_gathered_bytes += flat.gathered_bytes
             else:
-                counters.gathered_bytes += flat.moved_bytes
+                counters.gathered_bytes += flat.gathered_bytes
             measured.resident_elements += flat.padded
             measured.peak_resident_elements = max(measured.peak_resident_elements, measured.resident_elements)
 
@@ -222,9 +238,11 @@ class Engine:
             step.reducing.append(flat.reduce(last=step.reduces_left[flat] == 0))
             if flat.shared:
                 counters.shared_reduces += 1
-                counters.shared_reduced_bytes += flat.moved_bytes
+                counters.shared_reduced_bytes += flat.reduced_bytes
             else:
-                counters.reduced_bytes += flat.moved_bytes
+                counters.reduced_bytes += flat.reduced_bytes
+        if self.links.stage.size == 1:  # nothing to wait for: the buffer serves the next chunk too
+            self._finish_reduces()
 
     def _finish_reduces(self) -> None:
         while self.step.reducing:
@@ -259,12 +277,31 @@ class Engine:
         group = self.links.replicas
         if group.size == 1:
             return
-        trained = [flat for flat in self.sets if flat.trained]
-        transfers = [group.all_reduce(flat.gradient) for flat in trained]
-        for flat, transfer in zip(trained, transfers, strict=True):
-            transfer.wait()
+        posted: list[Transfer] = []
+        for flat in self.sets:
+            if not flat.trained:
+                continue
+            posted.append(flat.sum_over(group))
+            if len(posted) > 1:  # each holds what comes from all replicas, so not all of them at a time
+                posted.pop(0).wait()
             self.counters.replica_reduces += 1
-            self.counters.replica_reduced_bytes += flat.gradient.nbytes * (group.size - 1)
+            self.counters.replica_reduced_bytes += flat.owned_gradient.nbytes * (group.size - 1)
+        for transfer in posted:
+            transfer.wait()
+
+    def refresh(self) -> None:
+        """After an update of the master weights: those that are computed with follow. Raises MemberError."""
+        group, counters = self.links.replicas, self.counters
+        posted = [(flat, flat.refresh(group)) for flat in self.sets if flat.trained]
+        for flat, transfer in posted:
+            if transfer is None:
+                continue
+            try:
+                transfer.wait()
+            except PeerLost as error:
+                raise MemberError(f"{self.me} failed in the gather of updated weights: {error}", True) from error
+            counters.replica_gathers += 1
+            counters.replica_gathered_bytes += flat.shard.nbytes // group.size * (group.size - 1)
 
     # -- pipeline edges -----------------------------------------------------------------------------------------------
 
@@ -301,12 +338,12 @@ class Engine:
         peer, tag = self._edge(action.kind, action.chunk, action.microbatch, outgoing=True)
         key = (action.kind, action.chunk, action.microbatch)
         tensor = self.step.produced.pop(key)
-        self.step.leaving[key] = self.links.pipeline.send(tensor, peer, tag)
+        self.step.leaving[key] = (tensor, self.links.pipeline.send(tensor, peer, tag))
         self.counters.sends += 1
         self.counters.sent_bytes += tensor.nbytes
 
     def _drain(self, action: Action) -> None:
-        self.step.leaving.pop((action.kind, action.chunk, action.microbatch)).wait()
+        self.step.leaving.pop((action.kind, action.chunk, action.microbatch))[1].wait()
 
     def _hand_on(self, kind: str, chunk: int, microbatch: int, tensor: torch.Tensor) -> None:
         """Keep what was produced for its SEND; with one stage the neighbour chunk is here and takes it directly."""
@@ -322,33 +359,80 @@ class Engine:
     def _forward(self, action: Action) -> None:
         step, chunk = self.step, self.chunks[action.chunk]
         c, m = action.chunk, action.microbatch
+        x = self._microbatches(m)[0] if chunk.first else step.arrived.pop(("F", c, m))
+        if c in step.recomputed:
+            y = self._keep_input(c, m, x)
+        elif self._training:
+            self._enliven()
+            y = self._make_graph(c, m, x)
+        else:
+            y = self._apply(chunk, m, x)
+        if chunk.last:
+            step.losses[m] = y.detach()
+            step.tokens += int((self._microbatches(m)[1] != IGNORED).sum())
+            return
+        if y.shape != self._shape or y.dtype != self._dtype:
+            raise ValueError(
+                f"chunk {c} gave {y.dtype} {tuple(y.shape)}, {self._dtype} {self._shape} was expected: what a part "
+                "hands on is of one shape, and in train.dtype"
+            )
+        self._hand_on("F", c, m, y.detach().contiguous())
+
+    def _recompute(self, action: Action) -> None:
+        """The forward once more, from the same input, for the graph. Loss and tokens were counted in F."""
+        step, chunk = self.step, self.chunks[action.chunk]
+        c, m = action.chunk, action.microbatch
+        self._enliven()
+        x = step.chunk_inputs.pop((c, m))
+        if chunk.backward or chunk.trained:
+            self._make_graph(c, m, x)
+        else:  # all is frozen up to here
+            step.graphs[c, m] = None
+
+    def _apply(self, chunk: Chunk, m: int, x: torch.Tensor) -> torch.Tensor:
+        """A chunk's forward: the activation for the next chunk, or, of the last one, the loss sum."""
         for flat in chunk.sets:
             flat.ready()
-        x = self._microbatches(m)[0] if chunk.first else step.arrived.pop(("F", c, m))
-        if self._training and chunk.backward:
-            x = _Entry.apply(x, self._anchor, step.input_gradients.setdefault((c, m), []))
         y = chunk.forward(x)
-        if chunk.last:
-            y = self._loss(m, y)
-        else:
-            if y.shape != self._shape or y.dtype != self._dtype:
-                raise ValueError(f"chunk {c} gave {y.dtype} {tuple(y.shape)}, {self._dtype} {self._shape} was expected")
-            self._hand_on("F", c, m, y.detach().contiguous())
-        if self._training:
-            # Only the graph is kept: once it was sent, the output itself is nobody's. There is none if all is frozen.
-            step.graphs[c, m] = get_gradient_edge(y) if y.requires_grad else None
-            self.measured.live_chunks += 1
-            self.measured.peak_live_chunks = max(self.measured.peak_live_chunks, self.measured.live_chunks)
-
-    def _loss(self, m: int, logits: torch.Tensor) -> torch.Tensor:
+        if not chunk.last:
+            return y
+        logits = y if y.dtype == torch.float64 else y.float()
         labels = self._microbatches(m)[1]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        loss = functional.cross_entropy(
+        return functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
         )
-        self.step.losses[m] = loss.detach()
-        self.step.tokens += int((labels != IGNORED).sum())
-        return loss
+
+    def _make_graph(self, c: int, m: int, x: torch.Tensor) -> torch.Tensor:
+        """A forward that B can follow."""
+        step, chunk = self.step, self.chunks[c]
+        with torch.enable_grad():
+            if chunk.backward:
+                x = _Entry.apply(x, self._anchor, step.input_gradients.setdefault((c, m), []))
+            y = self._apply(chunk, m, x)
+        # Only the graph is kept: once it was sent, the output itself is nobody's. There is none if all is frozen.
+        step.graphs[c, m] = get_gradient_edge(y) if y.requires_grad else None
+        return y
+
+    def _enliven(self) -> None:
+        """Another chunk activation comes, and stays up to its W."""
+        measured = self.measured
+        measured.live_chunks += 1
+        if measured.live_chunks > self._live_limit:
+            raise RuntimeError(f"{measured.live_chunks} chunk activations are live, the limit is {self._live_limit}")
+        measured.peak_live_chunks = max(measured.peak_live_chunks, measured.live_chunks)
+
+    def _keep_input(self, c: int, m: int, x: torch.Tensor) -> torch.Tensor:
+        """A forward that RF will repeat."""
+        step, chunk = self.step, self.chunks[c]
+        step.chunk_inputs[c, m] = x
+        if len(step.chunk_inputs) > self._input_limit:
+            raise RuntimeError(f"{len(step.chunk_inputs)} chunk inputs are kept, the limit is {self._input_limit}")
+        self.measured.peak_chunk_inputs = max(self.measured.peak_chunk_inputs, len(step.chunk_inputs))
+        before = x._version
+        y = self._apply(chunk, m, x.clone() if chunk.in_place else x)
+        if x._version != before:
+            raise ValueError(f"chunk {c} changed its input in place, as it did not when the model was tried; clone it")
+        return y
 
     def _backward(self, action: Action) -> None:
         step, chunk = self.step, self.chunks[action.chunk]
@@ -360,6 +444,8 @@ class Engine:
         with self.weights.recording((c, m)):
             if graph is not None:
                 torch.autograd.backward([graph], None if dy is None else [dy])
+        for flat in chunk.trained:
+            flat.collect()
         if not chunk.first:
             (dx,) = step.input_gradients.pop((c, m), None) or (torch.zeros(self._shape, dtype=self._dtype),)
             self._hand_on("B", c, m, dx.contiguous())
@@ -372,6 +458,7 @@ class Engine:
     def _assert_empty(self) -> None:
         step = self.step
         left = [
+            step.chunk_inputs,
             step.input_gradients,
             step.graphs,
             step.arriving,

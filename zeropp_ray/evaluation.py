@@ -112,6 +112,7 @@ def evaluate(model: Any, windows: Windows, batch: int, progress: Callable[[int],
         for block in model.blocks:
             h = block(h)
         logits, labels = model.head(h).flatten(0, 1), labels.flatten()
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         total = functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
         loss += Loss(float(total), int((labels != IGNORE).sum()))
         progress(len(ids))

@@ -22,9 +22,11 @@ from zeropp_ray.comm.base import Counters, Links
 from zeropp_ray.config import RunConfig
 from zeropp_ray.engine import Chunk, Engine, Measured
 from zeropp_ray.layout import Member
+from zeropp_ray.metrics.step_memory import StepMemory, StepMeter
 from zeropp_ray.models import build_owned, resolve_factory
 from zeropp_ray.optim import ShardedAdamW, learning_rate
 from zeropp_ray.planner.plan import Plan
+from zeropp_ray.precision import Precision
 from zeropp_ray.sharding import FlatParameters, GradientBuffers
 from zeropp_ray.split_backward import WeightQueue, defer
 from zeropp_ray.vote import Decision, Vote
@@ -52,6 +54,7 @@ class Report:
     measured: Measured
     peak_open_gradient_buffers: int
     gradient_buffers: int
+    memory: StepMemory | None  # of the last step that was measured
 
 
 class StageMember:
@@ -62,18 +65,19 @@ class StageMember:
     def __init__(self, config: RunConfig, plan: Plan, me: Member, data: MemberData) -> None:
         self.config, self.plan, self.me, self.data = config, plan, me, data
         self.counters = Counters()
-        self._dtype = getattr(torch, config.train.dtype)
+        self._precision = Precision.of(config.train.dtype)
         self._owned = build_owned(
             resolve_factory(config.model),
             plan.description,
             plan.ranges,
             plan.layout.owned(me.p),
             seed=config.run.seed,
-            dtype=self._dtype,
+            dtype=self._precision.master,
         )
         self._engine: Engine | None = None
         self._links: Links | None = None
         self._measured = Measured()  # of the last training step
+        self._memory: StepMemory | None = None
 
     def join(self, links: Links) -> None:
         """Enter an epoch. The first one shards the weights; a later one keeps the shards and changes the groups."""
@@ -95,7 +99,9 @@ class StageMember:
             weights=queue,
             links=links,
             counters=self.counters,
-            activation=((b, s, h), self._dtype),
+            activation=((b, s, h), self._precision.compute),
+            live_limit=plan.program.spec.live_chunks,
+            input_limit=plan.program.spec.input_limit,
         )
         train = config.train
         self._optimizer = ShardedAdamW(
@@ -110,19 +116,27 @@ class StageMember:
         plan, model = self.plan, self._owned.model
         deferred, parameters = defer(model, queue), dict(model.named_parameters())
         first_trained = min(used.chunks[0] for used in plan.sets if used.trained)
-        chunks = {
-            index: Chunk(part, [], part.first, part.last, backward=index > first_trained)
-            for index, part in self._owned.chunks.items()
-        }
-        self._buffers = GradientBuffers()
+        chunks = {}
+        for index, part in self._owned.chunks.items():
+            in_place = any(part.in_place for part in plan.description.parts_of(plan.ranges, index))
+            chunks[index] = Chunk(part, [], part.first, part.last, index > first_trained, in_place)
+        # Chunks take turns in the buffers of one pool, unless all have theirs open at once.
+        turns, in_turn = GradientBuffers(), max(plan.program.peak_gradient_buffers) == 1
+        self._buffers: set[GradientBuffers] = set()  # of what is the chunks' own
         for number, used in enumerate(plan.sets):
             if chunks.keys().isdisjoint(used.chunks):
                 continue
+            buffers = turns if in_turn and not used.shared else GradientBuffers()
+            if not used.shared:
+                self._buffers.add(buffers)
             flat = FlatParameters(
                 [(name, parameters[name]) for name in used.shapes],
                 deferred,
                 links.stage,
-                GradientBuffers() if used.shared else self._buffers,
+                buffers,
+                layout=plan.layout,
+                me=self.me,
+                dtype=self._precision.compute,
                 stages=plan.layout.stages_of(used.chunks),
                 shared=used.shared,
                 number=number,
@@ -151,17 +165,30 @@ class StageMember:
         self._measured = self.engine.measured
         return Vote(sums.loss, sums.tokens, self._squared_norm(), time.perf_counter() - start)
 
+    def advance_measured(
+        self, step: int, decision: Decision | None, progress: Callable[[int], None] = lambda position: None
+    ) -> Vote:
+        """The same, with its tensor memory measured, for :meth:`report`: slower, and with the same results."""
+        with StepMeter(self.engine, self._optimizer, self.plan.program.ranks[self.me.p]) as meter:
+
+            def before(position: int) -> None:
+                progress(position)
+                meter.before(position)
+
+            vote = self.advance(step, decision, before)
+            self._memory = meter.result()
+        return vote
+
     def _squared_norm(self) -> float:
-        """Of the reduced gradient shards that this member answers for; of replicas, which hold the same, the first."""
-        if self.me.r > 0:
-            return 0.0
-        return sum(float(torch.linalg.vector_norm(flat.gradient)) ** 2 for flat in self._answered_for())
+        """Of the reduced gradients that this member answers for."""
+        return sum(float(torch.linalg.vector_norm(flat.owned_gradient)) ** 2 for flat in self._answered_for())
 
     def flush(self, decision: Decision | None) -> None:
         """Commit or skip the step that ``decision`` is about; None: nothing is open."""
         if decision is None or not decision.commit:
             return
         self._optimizer.update(learning_rate(decision.step, self.config.train), decision.factor)
+        self.engine.refresh()
 
     def evaluate(self, progress: Callable[[int], None] = lambda position: None) -> tuple[float, int]:
         """Forward only over the held-out part, under the pipeline: loss sum (nats) and tokens, zero except in the last
@@ -186,29 +213,36 @@ class StageMember:
             self._links.close()
 
     def report(self) -> Report:
-        return Report(self.counters, self._measured, self._buffers.peak_open, self._buffers.allocated)
+        peak_open = sum(pool.peak_open for pool in self._buffers)  # of several pools, all are open at the peak
+        buffers = sum(len(pool.all) for pool in self._buffers)
+        return Report(self.counters, self._measured, peak_open, buffers, self._memory)
 
     def _answered_for(self) -> list[FlatParameters]:
-        """What this stage counts in the norm and saves in a checkpoint: of what several stages hold, the lowest."""
+        """What this member counts in the norm and saves in a checkpoint. Of stages, and of replicas, that own the same
+        the first does.
+        """
+        if not self.plan.layout.answers(self.me):
+            return []
         return [flat for flat in self.engine.sets if flat.stages[0] == self.me.p]
 
     def copies(self) -> list[ParameterCopy]:
-        """Copies of what this member holds of its parameters and moments, as they are committed; for a checkpoint."""
+        """Copies of what this member owns of its parameters and moments, as they are committed; for a checkpoint."""
         copies = []
         for flat in self._answered_for():
             for slot in flat.slots:
-                pieces = {"weights": flat.shard[flat.place(slot)].clone()}
+                pieces = {"weights": flat.master[flat.place(slot)].clone()}
                 pieces |= {name: piece.clone() for name, piece in self._optimizer.moments(flat, slot).items()}
-                ranges = [flat.piece(slot, rank) for rank in range(self.plan.layout.shards)]
+                ranges = [flat.piece(slot, number) for number in range(self.plan.layout.pieces)]
                 copies.append(ParameterCopy(slot.name, tuple(slot.parameter.shape), pieces, ranges))
         return copies
 
     def save(self, copies: list[ParameterCopy], folder: Path) -> list[FileEntry]:
-        """Write this member's part of a checkpoint; in a thread of its own, while steps go on. Replicas leave it to the
-        first.
+        """Write this member's part of a checkpoint; in a thread of its own, while steps go on. Of replicas that own the
+        same the first does.
         """
         assert self._links is not None
-        return [] if self.me.r else write(copies, self._links.checkpoint, self.me, folder)
+        answers = self.plan.layout.answers(self.me)
+        return write(copies, self._links.checkpoint, self.me.p, folder) if answers else []
 
     @torch.no_grad()
     def load(self, checkpoint: Checkpoint) -> None:
@@ -219,13 +253,12 @@ class StageMember:
         self.set_weights(checkpoint.tensor)
         for flat in self.engine.sets:
             for slot in flat.slots:
-                low, high = flat.piece(slot, self.me.f)
-                if low < high:
-                    for name, piece in self._optimizer.moments(flat, slot).items():
-                        piece.copy_(checkpoint.tensor(f"{name}.{slot.name}").view(-1)[low:high])
+                first = flat.first(slot)
+                for name, piece in self._optimizer.moments(flat, slot).items():
+                    if piece.numel():
+                        piece.copy_(checkpoint.tensor(f"{name}.{slot.name}").view(-1)[first : first + piece.numel()])
         self._optimizer.set_commits(checkpoint.manifest.progress.commits)
 
-    @torch.no_grad()
     def set_weights(self, weight: Callable[[str], torch.Tensor]) -> None:
         """Take this member's pieces of the whole parameters that ``weight`` gives by full name, one at a time.
 
@@ -233,20 +266,19 @@ class StageMember:
         """
         for flat in self.engine.sets:
             for slot in flat.slots:
-                low, high = flat.piece(slot, self.me.f)
-                if low < high:
-                    flat.shard[flat.place(slot)] = weight(slot.name).view(-1)[low:high].to(self._dtype)
+                if flat.holds(slot):
+                    flat.fill(slot, weight(slot.name))
 
     def named_shards(self, what: str = "weights") -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(full name, first element, piece) of every parameter part in this member's shards.
+        """(full name, first element, piece) of every parameter part that this member owns and answers for.
 
         ``what``: ``weights`` or ``gradients``.
         """
         for flat in self._answered_for():
             if what == "gradients" and not flat.trained:
                 continue
-            source = flat.shard if what == "weights" else flat.gradient
+            source = flat.master if what == "weights" else flat.owned_gradient
             for slot in flat.slots:
                 piece = source[flat.place(slot)]
                 if piece.numel():
-                    yield slot.name, flat.piece(slot, self.me.f)[0], piece
+                    yield slot.name, flat.first(slot), piece

@@ -1,13 +1,13 @@
-"""AdamW on a member's flat shards, and the learning rate of a step.
+"""AdamW on what a member owns of the flat parameters, and the learning rate of a step.
 
 Decoupled weight decay: Loshchilov and Hutter, arXiv 1711.05101. It applies to matrices, not to norms and biases; in the
-flat order matrices come first, so each shard is at most two tensors, with decay and without.
+flat order matrices come first, so what a member owns of a set is at most two tensors, with decay and without.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -35,61 +35,62 @@ def learning_rate(step: int, train: TrainSection) -> float:
 
 
 class ShardedAdamW:
-    """One fused AdamW over the shards of all trained parameters of a member."""
+    """AdamW on what a member owns of ``sets``, all of which are trained.
+
+    It calls the kernel of ``torch.optim.AdamW(fused=True)``, with the same result. That class itself imports torch's
+    compiler: most of a second for every member at its start.
+    """
 
     def __init__(
         self, sets: Sequence[FlatParameters], *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
-        self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self._ranges: dict[FlatParameters, list[tuple[int, torch.nn.Parameter]]] = {}  # where in the shard each begins
-        groups: list[dict[str, object]] = []
-        for flat in sets:
-            cut = flat.decayed_in_shard
-            for piece, decay in ((slice(0, cut), weight_decay), (slice(cut, None), 0.0)):
-                if flat.shard[piece].numel() == 0:
-                    continue
-                weight = torch.nn.Parameter(flat.shard[piece])  # shares the shard's memory
-                self._pairs.append((weight, flat.gradient[piece]))
-                self._ranges.setdefault(flat, []).append((piece.start, weight))
-                groups.append({"params": [weight], "weight_decay": decay})
-        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True) if groups else None
+        self._betas, self._eps = betas, eps
+        self._commits = torch.zeros(())  # updates so far; Adam corrects the bias of the moments by it
+        self._moments = {flat: {name: torch.zeros_like(flat.master) for name in MOMENTS} for flat in sets}
+        self._groups: list[tuple[float, list[tuple[torch.Tensor, ...]]]] = []  # weight decay; weight, gradient, moments
+        for decayed in (True, False):
+            parts = []
+            for flat in sets:
+                part = slice(0, flat.decayed_owned) if decayed else slice(flat.decayed_owned, None)
+                tensors = (flat.master, flat.owned_gradient, *self._moments[flat].values())
+                if flat.master[part].numel():
+                    parts.append(tuple(tensor[part] for tensor in tensors))
+            if parts:
+                self._groups.append((weight_decay if decayed else 0.0, parts))
 
     @torch.no_grad()
     def update(self, lr: float, factor: float) -> None:
         """Apply ``factor`` times the gradients. Changes the gradients in place."""
-        if self._adam is None:
-            return
-        for weight, gradient in self._pairs:
-            weight.grad = gradient.mul_(factor)
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-        self._adam.step()
+        self._commits += 1
+        for weight_decay, parts in self._groups:
+            weights, gradients, means, squares = map(list, zip(*parts, strict=True))
+            for gradient in gradients:
+                gradient.mul_(factor)  # the kernel could divide by it, but takes half as long again then
+            torch._fused_adamw_(
+                weights,
+                gradients,
+                means,
+                squares,
+                [],
+                [self._commits] * len(parts),
+                lr=lr,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                weight_decay=weight_decay,
+                eps=self._eps,
+                amsgrad=False,
+                maximize=False,
+            )
 
     def moments(self, flat: FlatParameters, slot: Slot) -> dict[str, torch.Tensor]:
-        """Views of the local piece of a parameter's two moments, by name; zeros before the first update.
+        """Views of the owned part of a parameter's two moments, by name; a frozen one has none."""
+        return {name: moment[flat.place(slot)] for name, moment in self._moments.get(flat, {}).items()}
 
-        A frozen one has none.
-        """
-        if not flat.trained:
-            return {}
-        place = flat.place(slot)
-        for begin, weight in self._ranges.get(flat, []):
-            if begin <= place.start < begin + weight.numel():
-                state = self._state(weight)
-                return {name: state[name][place.start - begin : place.stop - begin] for name in MOMENTS}
-        return dict.fromkeys(MOMENTS, flat.shard[:0])
+    def held(self) -> Iterator[torch.Tensor]:
+        """All tensors of the optimizer's state."""
+        yield self._commits
+        yield from (moment for moments in self._moments.values() for moment in moments.values())
 
     def set_commits(self, commits: int) -> None:
-        """How many updates the moments have seen; Adam corrects their bias by it."""
-        for weight, _ in self._pairs:
-            self._state(weight)["step"].fill_(commits)
-
-    def _state(self, weight: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The optimizer's state of a piece, made as torch's AdamW makes it at the first update."""
-        assert self._adam is not None
-        state = self._adam.state[weight]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in MOMENTS:
-                state[name] = torch.zeros_like(weight, requires_grad=False)
-        return state
+        """How many updates the moments have seen."""
+        self._commits.fill_(commits)

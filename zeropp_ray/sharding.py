@@ -4,28 +4,34 @@ What the same model chunks use is one *set* (:class:`FlatParameters`). A chunk's
 shares with other chunks (tied embeddings) are sets apart, sharded alike at every stage that uses them; and frozen ones
 are sets apart, which have no gradient. The flat tensor has three ranges, so that what is treated alike lies together::
 
-    deferred matrices (dW in W) | other matrices | vectors (norms, biases) | padding to a multiple of F
+    deferred matrices (dW in W) | other matrices | vectors (norms, biases) | padding to a multiple of F, or F * R
     `------------- weight decay ----------------'
                                 `---- gradient made by B: the side buffer ----'
 
-Member ``f`` owns elements ``[f * n, (f + 1) * n)``, ``n = padded / F``: the fp32 master weights, their moments and
-their reduced gradient. The full tensor exists between :meth:`FlatParameters.gather` and :meth:`FlatParameters.release`
-only. The model's own Parameters are views of it; a release shrinks the storage to nothing and a gather fills it again,
-so views that autograd has saved stay valid.
+Member ``f`` holds the shard ``[f * n, (f + 1) * n)``, ``n = padded / F``, of weights and reduced gradient. The full
+tensor exists between :meth:`FlatParameters.gather` and :meth:`FlatParameters.release` only. The model's own Parameters
+are views of it; a release shrinks the storage to nothing and a gather fills it again, so views that autograd has saved
+stay valid.
 
-Flat shards: Rajbhandari et al., ZeRO, arXiv 1910.02054. Gradient buffers that open at the first ``W`` of a unit and are
-reduced after the last: Tang et al., ZeroPP, arXiv 2402.03791.
+What a member *owns* are the master weights and their moments: those of its shard, or with ZeRO-1 of one of ``R`` pieces
+of it. The shard follows them after each update (:meth:`FlatParameters.refresh`). It is in the dtype that is computed
+with; masters and sums of gradients may be in a wider one. Where they are not, masters are views of the shard.
+
+Flat shards, and the optimizer's state split alone: Rajbhandari et al., ZeRO, arXiv 1910.02054. Gradient buffers that
+open at the first ``W`` of a unit and are reduced after the last: Tang et al., ZeroPP, arXiv 2402.03791.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zeropp_ray.comm.base import Group, Transfer
+from zeropp_ray.layout import Layout, Member
+from zeropp_ray.metrics import kinds
 
 
 class Slot(NamedTuple):
@@ -36,11 +42,17 @@ class Slot(NamedTuple):
     offset: int
     numel: int
 
+    def within(self, begin: int, numel: int) -> tuple[int, int]:
+        """Which of its elements lie in ``[begin, begin + numel)`` of the flat tensor: from, up to; equal if none."""
+        low = min(max(begin - self.offset, 0), self.numel)
+        return low, min(max(begin + numel - self.offset, low), self.numel)
+
 
 class GradientBuffers:
     """Unsharded gradient buffers: one open, and one whose reduce is in flight.
 
-    The chunks of a member share one such pool for what is their own; each set that is shared by chunks has a pool.
+    The chunks of a member share one such pool for what is their own; each set that is shared by chunks has a pool, and
+    so has each chunk where all buffers stay open up to the end of the step.
     """
 
     def __init__(self) -> None:
@@ -51,7 +63,7 @@ class GradientBuffers:
     def reset(self) -> None:
         """Forget all buffers, those in use too: the step was aborted."""
         self._free: list[torch.Tensor] = []
-        self.allocated = 0
+        self.all: list[torch.Tensor] = []
         self.open = 0
 
     def reserve(self, numel: int) -> None:
@@ -61,8 +73,8 @@ class GradientBuffers:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed buffer [numel]; its whole storage has room for the largest set."""
         if not self._free:
-            self._free.append(torch.empty(self._numel, dtype=dtype))
-            self.allocated += 1
+            self.all.append(torch.empty(self._numel, dtype=dtype))
+            self._free.append(self.all[-1])
         self.open += 1
         self.peak_open = max(self.peak_open, self.open)
         return self._free.pop()[:numel].zero_()
@@ -80,9 +92,11 @@ class FlatParameters:
     """One set of parameters at one member: gathered, reduced and updated together.
 
     Args:
-        parameters: (full name, Parameter) of each, materialised, all of one dtype, all trained or all frozen.
+        parameters: (full name, Parameter) of each, materialised in the masters' dtype, all trained or all frozen.
         deferred: those whose gradient ``W`` computes, others may be among them.
         stage: the group over which the set is sharded.
+        layout, me: which piece of the set this member owns.
+        dtype: of the weights that are gathered and computed with.
         buffers: where it takes its unsharded gradient from.
         stages: which stages hold the set, ascending.
         number: of the set in the model, the same at all of them.
@@ -95,6 +109,9 @@ class FlatParameters:
         stage: Group,
         buffers: GradientBuffers,
         *,
+        layout: Layout,
+        me: Member,
+        dtype: torch.dtype,
         stages: Sequence[int],
         shared: bool = False,
         number: int = 0,
@@ -113,29 +130,40 @@ class FlatParameters:
             self.slots.append(Slot(name, parameter, offset, parameter.numel()))
             offset += parameter.numel()
         self.numel = offset
-        self.padded = -(-offset // stage.size) * stage.size
-        self.shard_numel = self.padded // stage.size
+        self.padded = -(-offset // layout.pieces) * layout.pieces
+        self._splits = layout.splits  # in how many pieces the shard is owned
+        self._shard = me.f * (self.padded // layout.shards), self.padded // layout.shards  # begin and length
+        self._owned = layout.piece(me) * (self.padded // layout.pieces), self.padded // layout.pieces
         self._deferred = [slot for slot in self.slots if slot.parameter in deferred]
         self.deferred_numel = sum(slot.numel for slot in self._deferred)
         self.decayed_numel = sum(slot.numel for slot in self.slots if slot.parameter.ndim >= 2)
-        self._bind()
+        self._bind(dtype)
 
     @torch.no_grad()
-    def _bind(self) -> None:
-        """Move the parameters into the flat tensor, keep this member's shard of it, and leave it released."""
-        self._full = torch.zeros(self.padded, dtype=self.slots[0].parameter.dtype)
-        self._side = self._full.new_zeros(self.numel - self.deferred_numel if self.trained else 0)
+    def _bind(self, dtype: torch.dtype) -> None:
+        """Keep this member's part of the parameters, and make them views of the flat tensor, which is left released."""
+        masters = self.slots[0].parameter.dtype
+        begin = self._owned[0] - self._shard[0]
+        self.shard = torch.zeros(self._shard[1], dtype=dtype)
+        self._mine = self.shard[begin : begin + self._owned[1]]
+        self.master = self._mine.to(masters)  # the same memory if the dtype is the same
+        # Of the shard: summed over the stage. The owned part of it: summed over the replicas too.
+        self.gradient = self.master.new_zeros(self.shard.numel() if self.trained else 0)
+        self.owned_gradient = self.gradient
+        if self._splits > 1 and self.trained:
+            self.owned_gradient = torch.zeros_like(self.master)
+        # What B makes: narrow where weights are, for autograd wants the gradient of a parameter in its dtype.
+        self._side = self.gradient.new_zeros(self.numel - self.deferred_numel if self.trained else 0)
+        self._made = self._side.to(dtype)
+        self._by_hand: dict[nn.Parameter, torch.Tensor] = {}
+        self._full = torch.empty(self.padded, dtype=dtype)
         for slot in self.slots:
             shape = slot.parameter.shape
-            view = self._full[slot.offset : slot.offset + slot.numel]
-            view.copy_(slot.parameter.reshape(-1))
-            slot.parameter.data = view.view(shape)
+            self.fill(slot, slot.parameter.data)
+            slot.parameter.data = self._full[slot.offset : slot.offset + slot.numel].view(shape)
             start = slot.offset - self.deferred_numel
             if self.trained and start >= 0:  # autograd adds to .grad in place
-                slot.parameter.grad = self._side[start : start + slot.numel].view(shape)
-        begin = self._stage.rank * self.shard_numel
-        self.shard = self._full[begin : begin + self.shard_numel].clone()
-        self.gradient = self.shard.new_zeros(self.shard_numel if self.trained else 0)
+                slot.parameter.grad = self._made[start : start + slot.numel].view(shape)
         if self.trained:
             self._buffers.reserve(self.padded)
         self._storage = self._full.untyped_storage()
@@ -146,16 +174,35 @@ class FlatParameters:
         self._buffer: torch.Tensor | None = None
         self._views: dict[nn.Parameter, torch.Tensor] = {}
 
-    @property
-    def decayed_in_shard(self) -> int:
-        """How many leading elements of this member's shard belong to matrices, which weight decay applies to."""
-        begin = self._stage.rank * self.shard_numel
-        return min(max(self.decayed_numel - begin, 0), self.shard_numel)
+    @torch.no_grad()
+    def fill(self, slot: Slot, whole: torch.Tensor) -> None:
+        """Take what this member holds of a parameter, in the shard and as master, from the ``whole`` of it."""
+        for part, (begin, numel) in ((self.shard, self._shard), (self.master, self._owned)):
+            low, high = slot.within(begin, numel)
+            if low < high:
+                values = whole.reshape(-1)[low:high].to(self.master.dtype)
+                part[slot.offset + low - begin : slot.offset + high - begin] = values
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether a part of it lies in this member's shard."""
+        low, high = slot.within(*self._shard)
+        return low < high
 
     @property
-    def moved_bytes(self) -> int:
-        """Payload of one gather or reduce at this member."""
+    def decayed_owned(self) -> int:
+        """How many leading elements of what this member owns belong to matrices, which weight decay applies to."""
+        begin, numel = self._owned
+        return min(max(self.decayed_numel - begin, 0), numel)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Payload of one gather at this member."""
         return (self._stage.size - 1) * self.shard.nbytes
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Payload of one reduce at this member."""
+        return (self._stage.size - 1) * self.gradient.nbytes
 
     def rebind(self, stage: Group) -> None:
         """Use the groups of a new epoch; the shard stays."""
@@ -192,13 +239,30 @@ class FlatParameters:
         return not self._users
 
     def open_gradient(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Views of the unsharded gradient buffer by deferred parameter; opened at the first ``W`` of a unit."""
+        """Views of the unsharded gradient buffer by deferred parameter; opened at the first ``W`` after a reduce."""
         if self._buffer is None:
-            self._buffer = self._buffers.take(self.padded, self.shard.dtype)
+            self._buffer = self._buffers.take(self.padded, self.gradient.dtype)
             for slot in self._deferred:
                 piece = self._buffer[slot.offset : slot.offset + slot.numel]
                 self._views[slot.parameter] = piece.view(slot.parameter.shape)
         return self._views
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """After each ``B``: what it made is added to the sum over micro-batches, which would be too coarse in the dtype
+        of narrow weights. Where weights are as wide as masters, autograd has added it up.
+        """
+        if self._made is self._side:
+            return
+        self._side.add_(self._made)
+        self._made.zero_()
+        for slot in self._deferred:
+            made, slot.parameter.grad = slot.parameter.grad, None
+            if made is not None:
+                made = made.to(self._side.dtype)
+                kept = self._by_hand.setdefault(slot.parameter, made)
+                if kept is not made:
+                    kept.add_(made)
 
     @torch.no_grad()
     def reduce(self, *, last: bool) -> PendingReduce:
@@ -209,8 +273,9 @@ class FlatParameters:
         assert buffer is not None, "a reduce without a W before it"
         for slot in self._deferred:
             # What the model did by hand with a deferred weight, functional.linear(x, layer.weight), autograd added up.
-            if slot.parameter.grad is not None:
-                self._views[slot.parameter].add_(slot.parameter.grad)
+            made = self._by_hand.pop(slot.parameter, slot.parameter.grad)
+            if made is not None:
+                self._views[slot.parameter].add_(made)
                 slot.parameter.grad = None
         if last:
             buffer[self.deferred_numel : self.numel].copy_(self._side)
@@ -219,6 +284,20 @@ class FlatParameters:
         transfer = self._stage.reduce_scatter(buffer, self.gradient)
         self._buffers.posted()
         return PendingReduce(transfer, buffer, self._buffers)
+
+    def sum_over(self, replicas: Group) -> Transfer:
+        """Post the sum of the gradients of all replicas, into :attr:`owned_gradient`."""
+        if self._splits == 1:
+            return replicas.all_reduce(self.gradient)
+        self.owned_gradient.zero_()
+        return replicas.reduce_scatter(self.gradient, self.owned_gradient)
+
+    @torch.no_grad()
+    def refresh(self, replicas: Group) -> Transfer | None:
+        """After an update of the masters: the shard anew. With ZeRO-1 from those of all replicas, which is posted."""
+        if self.master is not self._mine:
+            self._mine.copy_(self.master)
+        return replicas.all_gather(self.shard, self._mine) if self._splits > 1 else None
 
     def zero_gradient(self) -> None:
         """At the start of a step."""
@@ -229,22 +308,36 @@ class FlatParameters:
         """Forget what an aborted step left: residency, an open buffer, posted transfers."""
         self._buffer, self._gathering = None, None
         self._views.clear()
+        self._by_hand.clear()
+        self._made.zero_()
         for slot in self._deferred:
             slot.parameter.grad = None
         self._storage.resize_(0)
         self._users = 0
         self._buffers.reset()
 
-    def piece(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Which elements of ``slot`` lie in the shard of member ``rank`` of the stage: from, up to; equal if none."""
-        begin = rank * self.shard_numel - slot.offset
-        low = min(max(begin, 0), slot.numel)
-        return low, min(max(begin + self.shard_numel, low), slot.numel)
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors of the set, with their kind of memory."""
+        yield from ((kinds.WEIGHTS, tensor) for tensor in (self.shard, self.master))
+        yield from ((kinds.GRADIENT_SHARDS, tensor) for tensor in (self.gradient, self.owned_gradient))
+        yield kinds.RESIDENT, self._full
+        by_hand = [slot.parameter.grad for slot in self._deferred if slot.parameter.grad is not None]
+        made_by_b = (self._side, self._made, *by_hand, *self._by_hand.values())
+        yield from ((kinds.GRADIENT_BUFFERS, tensor) for tensor in made_by_b)
+        yield from ((kinds.GRADIENT_BUFFERS, buffer) for buffer in self._buffers.all)
+
+    def piece(self, slot: Slot, number: int) -> tuple[int, int]:
+        """Which elements of ``slot`` lie in piece ``number`` of those that the set is owned in."""
+        return slot.within(number * self._owned[1], self._owned[1])
+
+    def first(self, slot: Slot) -> int:
+        """The first element of ``slot`` that this member owns."""
+        return slot.within(*self._owned)[0]
 
     def place(self, slot: Slot) -> slice:
-        """Where the local piece of ``slot`` lies in this member's shard tensors (weights, gradient); may be empty."""
-        low, high = self.piece(slot, self._stage.rank)
-        begin = slot.offset + low - self._stage.rank * self.shard_numel if low < high else 0
+        """Where ``slot`` lies in what this member owns (masters, their gradient and moments); may be empty."""
+        low, high = slot.within(*self._owned)
+        begin = slot.offset + low - self._owned[0] if low < high else 0
         return slice(begin, begin + high - low)
 
 

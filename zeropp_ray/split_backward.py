@@ -40,6 +40,9 @@ class WeightQueue:
         """Forget everything: the step was aborted."""
         self._items.clear()
 
+    def held(self) -> Iterator[torch.Tensor]:
+        return (tensor for items in self._items.values() for _, _, x, dy in items for tensor in (x, dy))
+
     @contextmanager
     def recording(self, key: Key) -> Iterator[None]:
         """Collect what the backward inside stashes as the ``W`` of ``key``."""
@@ -52,17 +55,23 @@ class WeightQueue:
     def stash(self, kind: str, parameter: nn.Parameter, x: torch.Tensor, dy: torch.Tensor) -> None:
         if self._recording is None:
             raise RuntimeError("a deferred layer ran its backward outside of a B of its chunk")
+        x = x.detach()  # else it would keep the whole graph before it until W, and all that the graph's nodes hold
         self._recording.append((kind, parameter, x, dy))
 
     @torch.no_grad()
     def run(self, key: Key, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """``W``: add the weight gradients of ``key`` to ``gradients``, views of flat gradient buffers."""
+        """``W``: add the weight gradients of ``key`` to ``gradients``, views of flat gradient buffers, which may be in a
+        wider dtype.
+        """
         for kind, parameter, x, dy in self._items.pop(key):
             gradient = gradients[parameter]
-            if kind == "linear":  # dW [out, in] += dy^T x; accumulates in place, without a temporary
-                gradient.addmm_(dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
-            else:
-                gradient.index_add_(0, x.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+            dy = dy.reshape(-1, dy.shape[-1])
+            if kind == "embedding":
+                gradient.index_add_(0, x.reshape(-1), dy.to(gradient.dtype))
+            elif dy.dtype == gradient.dtype:  # dW [out, in] += dy^T x; accumulates in place, without a temporary
+                gradient.addmm_(dy.t(), x.reshape(-1, x.shape[-1]))
+            else:  # no kernel on CPU multiplies in bf16 and adds in fp32
+                gradient.add_(dy.t() @ x.reshape(-1, x.shape[-1]))
 
 
 class _DeferredLinear(torch.autograd.Function):

@@ -33,7 +33,8 @@ class Counters:
     """Operations and logical payload bytes of one member.
 
     ``gathers`` and ``reduces`` are those of the program, one for a chunk with all that is its own. What chunks share
-    is gathered and reduced with them and counted apart, and *exchanged* between the stages that use it.
+    is gathered and reduced with them and counted apart, and *exchanged* between the stages that use it. What goes over
+    the replicas is counted by set: gradients once a step, and with ZeRO-1 the updated weights once a commit.
     """
 
     gathers: int = 0
@@ -48,6 +49,8 @@ class Counters:
     shared_exchanged_bytes: int = 0
     replica_reduces: int = 0
     replica_reduced_bytes: int = 0
+    replica_gathers: int = 0
+    replica_gathered_bytes: int = 0
     sends: int = 0
     sent_bytes: int = 0
     receives: int = 0
@@ -103,7 +106,7 @@ class Links:
     pipeline: Group
     stage: Group
     replicas: Group
-    checkpoint: Group  # the stage again, for background traffic apart from training
+    checkpoint: Group  # those that own the stage's pieces, in their order: background traffic apart from training
 
     def close(self) -> None:
         for group in (self.pipeline, self.stage, self.replicas, self.checkpoint):

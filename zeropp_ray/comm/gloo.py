@@ -37,7 +37,6 @@ class _Posted:
     ) -> None:
         self._works, self._tensors, self._add, self._into = works, tensors, add, into
 
-    @torch.no_grad()
     def wait(self) -> None:
         try:
             for work in self._works:
@@ -45,8 +44,9 @@ class _Posted:
         except RuntimeError as error:
             raise PeerLost(f"transfer failed: {str(error).splitlines()[0]}") from error
         if self._into is not None:
-            for piece in self._add:
-                self._into.add_(piece)
+            with torch.no_grad():
+                for piece in self._add:
+                    self._into.add_(piece)
         self._works, self._tensors, self._add, self._into = (), (), (), None
 
 
@@ -120,7 +120,7 @@ class Rendezvous:
 
 
 def connect(at: Rendezvous, layout: Layout, me: Member, *, host: str) -> Links:
-    """Form this member's three groups and prove each with an all-reduce of a known answer.
+    """Form this member's groups and prove each with an all-reduce of a known answer.
 
     ``host`` is the address of this member's network interface. Every member of the epoch calls this once, in any order.
     Raises RuntimeError when a peer does not come within the time limit or the proof fails.
@@ -150,5 +150,5 @@ def connect(at: Rendezvous, layout: Layout, me: Member, *, host: str) -> Links:
         pipeline=form(f"pipeline-{me.f}-{me.r}", me.p, layout.stages),
         stage=form(f"stage-{me.p}-{me.r}", me.f, layout.shards),
         replicas=form(f"replicas-{me.p}-{me.f}", me.r, layout.replicas),
-        checkpoint=form(f"checkpoint-{me.p}-{me.r}", me.f, layout.shards),
+        checkpoint=form(f"checkpoint-{me.p}-{me.r // layout.splits}", layout.piece(me), layout.pieces),
     )

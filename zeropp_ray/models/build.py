@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from zeropp_ray.models.describe import ModelDescription
@@ -42,6 +43,20 @@ def seeded(seed: int) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves out what would fill tensors on meta, which hold no numbers. Some of it is written in Python there, and has
+    torch import its compiler: most of a second for every member.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.normal_ or getattr(func, "__module__", "") == "torch.nn.init":
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -102,7 +117,7 @@ def build_owned(
         c: list(dict.fromkeys(name for part in description.parts_of(ranges, c) for name in part.parameters))
         for c in sorted(owned)
     }
-    with seeded(seed) if description.whole else torch.device("meta"):
+    with seeded(seed) if description.whole else torch.device("meta"), _Undrawn():
         model = factory()
 
     # All as built; what replaces a tensor takes all its places, so that what is tied stays tied.

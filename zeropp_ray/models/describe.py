@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.models.build import initialiser, own_tensors, seeded
 from zeropp_ray.models.layered import Factory
+from zeropp_ray.precision import FLOAT32, Precision
 from zeropp_ray.split_backward import DEFERRED, WeightQueue, can_defer, defer
 
 
@@ -34,7 +35,10 @@ class Part:
     linear_flops: int  # those of them in `nn.Linear`, whose weight gradient is deferred
     frozen_flops: int  # those of them in a frozen `nn.Linear`, which has no weight gradient
     backward: bool  # whether anything up to here is trained, so that a backward comes through
-    saved_elements: int  # elements that autograd keeps from the forward of one sequence, parameters aside
+    saved_elements: int  # that autograd keeps from the forward of one sequence; of wide dtypes each counts as several
+    stashed_elements: int  # of one sequence, that `B` leaves for `W`: inputs and output gradients of deferred layers
+    widest: int  # elements that the widest `nn.Linear` puts out for one sequence
+    in_place: bool  # whether it changes the tensor that it is given
 
     @property
     def elements(self) -> int:
@@ -115,11 +119,13 @@ class ModelDescription:
         return tuple(ParameterSet(chunks, trained, shapes) for (chunks, trained), shapes in sets.items())
 
 
-def describe(factory: Factory, seq_len: int, *, seed: int = 0) -> ModelDescription:
-    """Try the model on one sequence of `seq_len` tokens: on the meta device, or, if it cannot, whole on the CPU.
+def describe(factory: Factory, seq_len: int, *, seed: int = 0, precision: Precision = FLOAT32) -> ModelDescription:
+    """Try the model on one sequence of `seq_len` tokens in the dtypes of a run: on the meta device, or, if it cannot,
+    whole on the CPU.
 
     `ConfigError` when the model breaks the layered-model protocol, or needs what is not supported: parameters that
-    are unused or no plain ones, random numbers, changed buffers or parameters in the forward.
+    are unused or no plain ones, random numbers, changed buffers or parameters in the forward, another dtype between
+    parts than that of the parameters.
     """
     whole = ""
     try:
@@ -128,7 +134,7 @@ def describe(factory: Factory, seq_len: int, *, seed: int = 0) -> ModelDescripti
         _check_protocol(model)
         whole = _obstacle(model)
         if not whole:
-            return _probe(model, seq_len, torch.device("meta"), "")
+            return _probe(model, seq_len, torch.device("meta"), "", precision)
     except ConfigError:
         raise
     except Exception as error:
@@ -137,12 +143,13 @@ def describe(factory: Factory, seq_len: int, *, seed: int = 0) -> ModelDescripti
         with seeded(seed):
             model = factory()
         _check_protocol(model)
-        return _probe(model, seq_len, torch.device("cpu"), whole)
+        return _probe(model, seq_len, torch.device("cpu"), whole, precision)
     except ConfigError:
         raise
     except Exception as error:
+        narrow = "" if precision == FLOAT32 else f" with parameters in {_name(precision.compute)} (train.dtype)"
         raise _refuse(
-            f"building the model and running one sequence failed, {_one_line(error)}; check model.args"
+            f"building the model and running one sequence{narrow} failed, {_one_line(error)}; check model.args"
         ) from error
 
 
@@ -206,12 +213,14 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.read: set[int] = set()  # written in place or not
+        self.made: set[int] = set()
         self.written: set[int] = set()
         self.random = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.read |= {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        read = _storages(args, kwargs)
+        self.read |= read
         arguments = func._schema.arguments
         given = (
             {a.name: a.default_value for a in arguments}
@@ -225,18 +234,24 @@ class _Watch(TorchDispatchMode):
         # Attention kernels carry the tag for the dropout that they could do.
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p") != 0.0:
             self.random = str(func)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.made |= _storages(result) - read
+        return result
 
 
-def _probe(model: Any, seq_len: int, device: torch.device, whole: str) -> ModelDescription:
+def _probe(model: Any, seq_len: int, device: torch.device, whole: str, precision: Precision) -> ModelDescription:
     """Run embed, each block and head once on one sequence, and note what each uses and costs."""
-    trial = _Trial(model)
+    trial = _Trial(model, precision)
     h = trial.run("embed", model.embed, torch.zeros(1, seq_len, dtype=torch.int64, device=device))
     if h.ndim != 3 or h.shape[:2] != (1, seq_len) or not h.is_floating_point():
         raise _refuse(f"embed returns {_kind(h)} for ids [1, {seq_len}]; it must return h [1, {seq_len}, hidden]")
+    if h.dtype != precision.compute:
+        raise _refuse_dtype("embed returns", h, precision)
     for i, block in enumerate(model.blocks):
         y = trial.run(f"blocks.{i}", block, h)
-        if y.shape != h.shape or y.dtype != h.dtype:
+        if y.dtype != h.dtype:
+            raise _refuse_dtype(f"blocks.{i} returns", y, precision)
+        if y.shape != h.shape:
             raise _refuse(f"blocks.{i} turns {_kind(h)} into {_kind(y)}; a block must keep shape and dtype")
         h = y
     logits = trial.run("head", model.head, h)
@@ -245,6 +260,12 @@ def _probe(model: Any, seq_len: int, device: torch.device, whole: str) -> ModelD
     used = trial.trained | trial.frozen & {name for part in trial.parts for name in part.parameters}
     unused = [name for name in trial.names.values() if name not in used]
     if unused:
+        reading = [part.name for part in trial.parts if unused[0] in part.parameters]
+        if reading:
+            raise _refuse(
+                f"{reading[0]} uses {unused[0]} where no gradient reaches it, as under torch.no_grad or {_REENTRANT}; "
+                f"let a gradient through, or set its requires_grad to False; for checkpointing {_CHECKPOINTING}"
+            )
         raise _refuse(
             f"no part uses {unused[0]} to make the logits; unused parameters are not supported yet, remove it"
         )
@@ -265,11 +286,16 @@ def _probe(model: Any, seq_len: int, device: torch.device, whole: str) -> ModelD
     )
 
 
+_REENTRANT = "torch.utils.checkpoint with use_reentrant=True"
+_CHECKPOINTING = "take use_reentrant=False, or leave it out and set parallel.recompute"
+
+
 class _Trial:
     """A trial forward, part by part."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
         self.model = model
+        self._width = precision.compute.itemsize
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}  # the first, if it is shared
         self.trained: set[str] = set()  # those that a backward from a part reaches
         self.frozen = {name for parameter, name in self.names.items() if not parameter.requires_grad}
@@ -277,6 +303,7 @@ class _Trial:
         self.parts: list[Part] = []
         modules = [module for module in model.modules() if type(module) is nn.Linear]
         self._linears = [m for m in modules if can_defer(m) or not m.weight.requires_grad]
+        self._deferring = [module for module in model.modules() if can_defer(module)]
         self.deferred = {self.names[weight] for weight in defer(model, WeightQueue())}
         self._storages: dict[int, str] = {}
         for parameter, name in self.names.items():
@@ -295,19 +322,23 @@ class _Trial:
                     f"{name} and {other} are two parameters in the same memory; to share one, assign the same "
                     "nn.Parameter to both"
                 )
+        precision.apply(model)
+        self._storages = {_storage(parameter): name for parameter, name in self.names.items()}
 
     def run(self, part: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         x = x.detach().requires_grad_(bool(self.trained))
         names = self._storages | {_storage(buffer): name for name, buffer in self.model.named_buffers()}
-        saved = _Saved(self.model)
+        saved = _Saved(watch := _Watch(), self._width)
         with (
             _flops_of(self._linears) as (linear, frozen),
+            _stashes_of(self._deferring) as stashes,
             FlopCounterMode(display=False) as counter,
-            _Watch() as watch,
+            watch,
             saved,
             torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor),
         ):
-            y = function(x.clone())  # not a leaf, as in a whole model: a part may work on it in place
+            given = x.clone()  # not a leaf, as in a whole model: a part may work on it in place
+            y = function(given)
         if not isinstance(y, Tensor):
             raise _refuse(f"{part} returns {type(y).__name__}; it must return one tensor")
         if watch.random:
@@ -316,6 +347,8 @@ class _Trial:
         if changed:
             kind = "parameter" if changed[0] in self._storages.values() else "buffer"
             raise _refuse(f"{part} changes its {kind} {changed[0]} in the forward; that is not supported yet")
+        if any(node.name() == "CheckpointFunctionBackward" for node in _graph(y)):
+            raise _refuse(f"{part} uses {_REENTRANT}, which hides its parameters from autograd; {_CHECKPOINTING}")
         used = {self._storages[storage] for storage in watch.read if storage in self._storages}
         for leaf, deferred in _uses(y):
             name = self.names.get(leaf)
@@ -334,30 +367,32 @@ class _Trial:
                 )
         shapes = {name: tuple(p.shape) for p, name in self.names.items() if name in used}
         flops = counter.get_total_flops()
-        self.parts.append(Part(part, shapes, flops, sum(linear), sum(frozen), bool(self.trained), saved.elements))
+        kept = saved.elements, stashes.elements, stashes.widest, _storage(given) in watch.written
+        self.parts.append(Part(part, shapes, flops, sum(linear), sum(frozen), bool(self.trained), *kept))
         return y
 
 
 class _Saved(TorchFunctionMode):
-    """What autograd keeps from a forward, parameters aside. Views of one storage count once.
+    """What autograd keeps from a forward and the forward made: parameters and tables are there anyway. Views of one
+    storage count once.
 
     On meta, attention falls back to a kernel that keeps the matrix of scores; what trains keeps its inputs and output
-    only.
+    only, and puts heads last.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, watch: _Watch, width: int) -> None:
         super().__init__()
-        self._weights = {_storage(parameter) for parameter in model.parameters()}
+        self._watch, self._width = watch, width
         self._kept: dict[int, Tensor] = {}
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in self._weights:
+        if _storage(tensor) in self._watch.made:
             self._kept.setdefault(_storage(tensor), tensor)
         return tensor
 
     @property
     def elements(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in self._kept.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values()) // self._width
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -365,26 +400,32 @@ class _Saved(TorchFunctionMode):
             return func(*args, **kwargs)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             y = func(*args, **kwargs)
+            if y.is_meta and y.ndim == 4:
+                y = y.transpose(1, 2).contiguous().transpose(1, 2)
         for tensor in (*args, *kwargs.values(), y):
             if isinstance(tensor, Tensor):
                 self.keep(tensor)
         return y
 
 
-def _uses(y: Tensor) -> Iterator[tuple[Tensor, bool]]:
-    """Each use of a tensor whose `.grad` a backward from `y` would fill, and whether it is that of a deferred layer."""
+def _graph(y: Tensor) -> Iterator[Any]:
+    """The nodes of the autograd graph behind `y`, without those that fill a `.grad`."""
     todo = [y.grad_fn] if y.grad_fn is not None else []
     seen = set(todo)
     while todo:
         node = todo.pop()
+        yield node
+        following = {after for after, _ in node.next_functions if after is not None and not hasattr(after, "variable")}
+        todo += following - seen
+        seen |= following
+
+
+def _uses(y: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """Each use of a tensor whose `.grad` a backward from `y` would fill, and whether it is that of a deferred layer."""
+    for node in _graph(y):
         for following, _ in node.next_functions:
-            if following is None or following in seen:
-                continue
             if hasattr(following, "variable"):
                 yield following.variable, node.name() in DEFERRED
-            else:
-                seen.add(following)
-                todo.append(following)
 
 
 @contextmanager
@@ -403,17 +444,61 @@ def _flops_of(linears: Sequence[nn.Linear]) -> Iterator[tuple[list[int], list[in
             handle.remove()
 
 
+class _Stashes:
+    """What deferred layers stash in the backward of a forward that runs now; a gradient has the size of its output."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[int, Tensor] = {}
+        self._gradients = self.widest = 0
+
+    def note(self, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        self._inputs |= {_storage(x): x for x in args}
+        self._gradients += y.numel()
+        self.widest = max(self.widest, y.numel())
+
+    @property
+    def elements(self) -> int:
+        return self._gradients + sum(x.numel() for x in self._inputs.values())
+
+
+@contextmanager
+def _stashes_of(modules: Sequence[nn.Module]) -> Iterator[_Stashes]:
+    stashes = _Stashes()
+    handles = [module.register_forward_hook(stashes.note) for module in modules]
+    try:
+        yield stashes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _storages(*values: Any) -> set[int]:
+    return {_storage(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)}
+
+
 def _storage(tensor: Tensor) -> int:
     """Identity of the memory behind a tensor, also on meta; views share it."""
     return tensor.untyped_storage()._cdata
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{list(tensor.shape)} {_name(tensor.dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _refuse_dtype(what: str, h: Tensor, precision: Precision) -> ConfigError:
+    wanted, given = _name(precision.compute), _name(h.dtype)
+    return _refuse(
+        f"{what} h in {given}, and parameters are {wanted} (train.dtype); h must be {wanted} too: cast what raises it, "
+        f"such as a buffer in {given}, with .to(h.dtype)"
+    )
 
 
 def _refuse(what: str) -> ConfigError:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from zeropp_ray.config import RunConfig
+from zeropp_ray.metrics import kinds
+from zeropp_ray.precision import Precision
+from zeropp_ray.schedule import Op
 
 if TYPE_CHECKING:
     from zeropp_ray.models.describe import ParameterSet
@@ -14,40 +17,159 @@ if TYPE_CHECKING:
 
 
 def predict_memory(plan: Plan, config: RunConfig, stage: int) -> dict[str, int]:
-    """Bytes of one member of ``stage`` at its fullest, by kind.
+    """Bytes of one member of ``stage`` at its fullest in a step, by kind.
 
-    Activations are what autograd saves in a chunk's forward, held from its ``F`` to its ``W``; in truth ``B`` frees
-    some of them. A message is one boundary activation or gradient, in flight or received ahead. Frozen parameters have
-    neither moments nor gradients; those that several stages share are whole at each, sharded there, and their gradient
-    shards come once from each of these stages.
+    The stage's program is replayed with the sizes of what each instruction makes and frees, so kinds that are never
+    large at the same time do not add up. Frozen parameters have neither moments nor gradients; those that several
+    stages share are whole at each and sharded there.
     """
-    spec, shards, owned = plan.program.spec, plan.layout.shards, {*plan.layout.owned(stage)}
-    width = torch.finfo(getattr(torch, config.train.dtype)).bits // 8
-    b, units = config.parallel.microbatch_size, len(spec.units)
+    owned, shards, pieces = plan.layout.owned(stage), plan.layout.shards, plan.layout.pieces
+    compute, master = (dtype.itemsize for dtype in Precision.of(config.train.dtype))
+    held = [each for each in plan.sets if {*owned} & {*each.chunks}]
+    sizes = [_task_sizes(plan, config, chunk) for chunk in owned]
+    message = compute * config.parallel.microbatch_size * plan.description.seq_len * plan.description.hidden
+    before, behind = [chunk > 0 for chunk in owned], [chunk + 1 < len(plan.ranges) for chunk in owned]
+    recomputed, resident = plan.program.spec.recomputed, set[int]()
+    incoming = 0  # of the reduce in flight: what arrives from other shards
 
-    def padded(*sets: ParameterSet) -> int:
-        return sum(-(-each.elements // shards) * shards for each in sets)
+    now = _between_steps(plan, stage, held, compute, master)
+    fullest = dict(now)
 
-    held = [each for each in plan.sets if owned & {*each.chunks}]
+    def moment(rest: int = 0) -> None:
+        nonlocal fullest
+        if sum(now.values()) + rest > sum(fullest.values()):
+            fullest = {**now, kinds.REST: rest}
+
+    for op, v, _, _ in plan.program.ranks[stage]:
+        if op is Op.F:
+            now[kinds.MESSAGES] += message * (behind[v] - before[v])
+            if recomputed[v]:
+                now[kinds.CHUNK_INPUTS] += sizes[v].input
+                moment(sizes[v].backward)  # a forward that saves nothing makes and drops about as much
+            else:
+                now[kinds.ACTIVATIONS] += sizes[v].saved
+                moment(sizes[v].forward)
+        elif op is Op.RF:
+            now[kinds.CHUNK_INPUTS] -= sizes[v].input
+            now[kinds.ACTIVATIONS] += sizes[v].saved
+            moment(sizes[v].forward)
+        elif op is Op.B:
+            moment(sizes[v].backward)
+            now[kinds.ACTIVATIONS] -= sizes[v].saved
+            now[kinds.WEIGHT_INPUTS] += sizes[v].stashed
+            now[kinds.MESSAGES] += message * (before[v] - behind[v])
+            moment()
+        elif op is Op.W:
+            now[kinds.WEIGHT_INPUTS] -= sizes[v].stashed
+        elif op in (Op.RECV, Op.DRAIN):
+            now[kinds.MESSAGES] += message if op is Op.RECV else -message
+        elif op in (Op.GATHER, Op.RELEASE):
+            resident ^= {owned[v]}
+            now[kinds.RESIDENT] = compute * _padded([each for each in held if resident & {*each.chunks}], pieces)
+        elif op is Op.REDUCE:
+            reduced = _padded([each for each in held if each.trained and owned[v] in each.chunks], pieces)
+            now[kinds.GRADIENT_BUFFERS] -= incoming
+            incoming = master * reduced // shards * (shards - 1)
+            now[kinds.GRADIENT_BUFFERS] += incoming
+            moment()
+    now[kinds.GRADIENT_BUFFERS] -= incoming
+    now[kinds.GRADIENT_SHARDS] += master * _exchanged(plan, held)
+    moment()
+    return fullest
+
+
+def _between_steps(plan: Plan, stage: int, held: list[ParameterSet], compute: int, master: int) -> dict[str, int]:
+    """Bytes that are there from the first step on; ``compute`` and ``master``: those of an element."""
+    shards, pieces = plan.layout.shards, plan.layout.pieces
     trained = [each for each in held if each.trained]
-    largest = max(padded(*(each for each in held if chunk in each.chunks)) for chunk in owned)
-    exchanged = sum(padded(each) * n for each in trained if (n := len(plan.layout.stages_of(each.chunks))) > 1)
-    # What is the chunks' own takes turns in two buffers; what chunks share has two of its own.
-    buffers = min(2, spec.chunks * units) * max((padded(each) for each in trained if not each.shared), default=0)
-    buffers += sum(min(2, units * len(owned & {*each.chunks})) * padded(each) for each in trained if each.shared)
+    now = dict.fromkeys(kinds.KINDS, 0)
+    now[kinds.WEIGHTS] = compute * _padded(held, pieces) // shards + master * 2 * _padded(trained, pieces) // pieces
+    if master != compute:  # else masters are views of the shards
+        now[kinds.WEIGHTS] += master * _padded(held, pieces) // pieces
+    now[kinds.GRADIENT_SHARDS] = master * _padded(trained, pieces) // shards
+    if pieces != shards:  # what the replicas' gradients are summed into
+        now[kinds.GRADIENT_SHARDS] += master * _padded(trained, pieces) // pieces
+    now[kinds.GRADIENT_BUFFERS] = master * _buffered(plan, stage, trained)
+    now[kinds.GRADIENT_BUFFERS] += (master + compute * (master != compute)) * _side(plan, trained)
+    return now
+
+
+def _exchanged(plan: Plan, held: list[ParameterSet]) -> int:
+    """Elements that come at the end of a step. What several stages share comes once from each of them; then a copy of
+    each replica's gradients, or with ZeRO-1 the others' parts of the piece that is owned here, of two sets at a time.
+    """
+    shards, pieces, replicas = plan.layout.shards, plan.layout.pieces, plan.layout.replicas
+    trained = [each for each in held if each.trained]
+    stages = [(each, len(plan.layout.stages_of(each.chunks))) for each in trained]
+    of_stages = sum(_padded([each], pieces) // shards * count for each, count in stages if count > 1)
+    copies = replicas - (pieces != shards) if replicas > 1 else 0
+    return max(of_stages, copies * sum(sorted(_padded([each], pieces) // pieces for each in trained)[-2:]))
+
+
+class _TaskSizes(NamedTuple):
+    """Bytes that tasks of a chunk take, save, leave for ``W``, and make and drop."""
+
+    input: int
+    saved: int
+    stashed: int
+    forward: int
+    backward: int
+
+
+def _task_sizes(plan: Plan, config: RunConfig, chunk: int) -> _TaskSizes:
+    parts, width = plan.description.parts_of(plan.ranges, chunk), Precision.of(config.train.dtype).compute.itemsize
+    b, s = config.parallel.microbatch_size, plan.description.seq_len
+    each = width * b
+    taken = each * s * plan.description.hidden if chunk else 8 * b * s  # activations, or ids
+    saved, stashed = sum(part.saved_elements for part in parts), sum(part.stashed_elements for part in parts)
+    # As in a gated feed-forward: the gradients of its product and of both factors.
+    backward = 3 * max(part.widest for part in plan.description.blocks)
+    if chunk + 1 < len(plan.ranges):
+        return _TaskSizes(taken, each * saved, each * stashed, 0, each * backward)
+    # The loss keeps its log-softmax, in fp32 at least, and makes two gradients of that size.
+    logits = s * plan.description.vocab * max(4, width) // width
+    return _TaskSizes(taken, each * (saved + logits), each * stashed, each * logits, each * max(backward, 2 * logits))
+
+
+def _padded(sets: list[ParameterSet], pieces: int) -> int:
+    """Elements of the flat tensors of these sets."""
+    return sum(-(-each.elements // pieces) * pieces for each in sets)
+
+
+def _buffered(plan: Plan, stage: int, trained: list[ParameterSet]) -> int:
+    """Elements of unsharded gradient buffers, which are there from the first step on.
+
+    What is the chunks' own takes turns in as many as are ever needed, each with room for the largest, unless all are
+    open at once; what chunks share has its own.
+    """
+    own, pieces = [each for each in trained if not each.shared], plan.layout.pieces
+    elements = _padded(own, pieces)
+    if max(plan.program.peak_gradient_buffers) == 1:
+        chunks = {chunk for each in own for chunk in each.chunks}
+        elements = _most_buffers(plan, stage, chunks) * max((_padded([each], pieces) for each in own), default=0)
+    for each in trained:
+        if each.shared:
+            elements += _most_buffers(plan, stage, {*each.chunks}) * _padded([each], pieces)
+    return elements
+
+
+def _most_buffers(plan: Plan, stage: int, chunks: set[int]) -> int:
+    """How many buffers of what these model chunks use exist at a time: one open, and one whose reduce is in flight."""
+    owned, most = plan.layout.owned(stage), 0
+    opened: set[int] = set()
+    in_flight = False
+    for op, v, _, _ in plan.program.ranks[stage]:
+        if op is Op.W and owned[v] in chunks:
+            opened.add(v)
+            most = max(most, 1 + in_flight)
+        elif op is Op.REDUCE:
+            in_flight = plan.layout.shards > 1 and v in opened
+            opened.discard(v)
+    return most
+
+
+def _side(plan: Plan, trained: list[ParameterSet]) -> int:
+    """Elements of gradients that ``B`` makes: the side buffer, and what a model does by hand with a deferred weight."""
     shapes = {name: torch.Size(shape) for each in trained for name, shape in each.shapes.items()}
     made_by_b = plan.description.by_hand | shapes.keys() - plan.description.deferred
-    side = sum(shape.numel() for name, shape in shapes.items() if name in made_by_b)
-    saved = [sum(part.saved_elements for part in plan.description.parts_of(plan.ranges, chunk)) for chunk in owned]
-    boundary = b * plan.description.seq_len * plan.description.hidden
-    edges = {edge: bound for edge, bound in plan.program.in_flight.items() if stage in (edge.source, edge.destination)}
-    messages = sum(bound if edge.source == stage else plan.program.receive_window for edge, bound in edges.items())
-    live = round(plan.program.peak_activations[stage] * spec.chunks)
-    return {
-        "weights and moments": width * (padded(*held) + 2 * padded(*trained)) // shards,
-        "gradient shards": width * (padded(*trained) + exchanged) // shards,
-        "resident parameters": width * largest * plan.program.peak_resident[stage],
-        "gradient buffers": width * (buffers + side),
-        "activations": width * b * live * max(saved),
-        "messages": width * boundary * messages,
-    }
+    return sum(shape.numel() for name, shape in shapes.items() if name in made_by_b)

@@ -14,6 +14,7 @@ from zeropp_ray.models.cut import chunk_costs, cut_model
 from zeropp_ray.models.describe import ModelDescription, ParameterSet, describe
 from zeropp_ray.models.layered import resolve_factory
 from zeropp_ray.planner.memory import predict_memory
+from zeropp_ray.precision import Precision
 from zeropp_ray.schedule import Costs, Program, compile_forward, compile_program
 
 
@@ -63,8 +64,19 @@ def make_plan(config: RunConfig) -> Plan:
     Raises ConfigError for a model or layout that cannot run, ScheduleError if a program fails its check.
     """
     parallel = config.parallel
-    layout = Layout(stages=parallel.stages, chunks=parallel.chunks, shards=parallel.shards, replicas=parallel.replicas)
-    description = describe(resolve_factory(config.model), config.model.seq_len, seed=config.run.seed)
+    layout = Layout(
+        stages=parallel.stages,
+        chunks=parallel.chunks,
+        shards=parallel.shards,
+        replicas=parallel.replicas,
+        zero1=parallel.zero1,
+    )
+    description = describe(
+        resolve_factory(config.model),
+        config.model.seq_len,
+        seed=config.run.seed,
+        precision=Precision.of(config.train.dtype),
+    )
     ranges = tuple(cut_model(description, layout.stages * layout.chunks))
     F, B, W = (tuple(round(cost, 4) for cost in costs) for costs in chunk_costs(description, ranges))
     F = tuple(max(cost, 1e-4) for cost in F)  # a chunk without any matrix product takes its time too

@@ -1,7 +1,7 @@
 """Schedules: from numbers to a checked program per rank.
 
-Passes, as in a compiler: order (``F``, ``B``, ``W`` from a replay of the costs) → residency (``GATHER``, ``RELEASE``,
-``REDUCE``) → communication (``RECV``, ``WAIT``, ``SEND``, ``DRAIN``) → check. Each is a pure function;
+Passes, as in a compiler: order (``F``, ``RF``, ``B``, ``W`` from a replay of the costs) → residency (``GATHER``,
+``RELEASE``, ``REDUCE``) → communication (``RECV``, ``WAIT``, ``SEND``, ``DRAIN``) → check. Each is a pure function;
 :func:`compile_program` runs them all.
 """
 
@@ -14,12 +14,14 @@ from zeropp_ray.schedule.program import Program, compile_forward, compile_progra
 from zeropp_ray.schedule.render import to_grid, to_json
 from zeropp_ray.schedule.replay import Timeline, lower_bound, replay
 from zeropp_ray.schedule.residency import add_residency
-from zeropp_ray.schedule.spec import Edge, Hop, ScheduleSpec, resolve
+from zeropp_ray.schedule.spec import RECOMPUTE, REDUCE, Edge, Hop, ScheduleSpec, resolve
 from zeropp_ray.schedule.units import default_limit, default_unit, least_limit, split_units
 
 __all__ = [
     "COMPUTE",
     "RECEIVE_WINDOW",
+    "RECOMPUTE",
+    "REDUCE",
     "TRANSFER",
     "Action",
     "Costs",

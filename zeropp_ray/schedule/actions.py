@@ -2,6 +2,7 @@
 
 ============  ==============================================================================================
 ``F B W``     forward, backward for the input, backward for the weights: of one chunk and one micro-batch
+``RF``        the forward again, of a chunk whose ``F`` kept nothing but the input: it makes the graph for ``B``
 ``GATHER``    all-gather the chunk's parameters inside the stage; ``RELEASE`` frees them again
 ``REDUCE``    reduce-scatter the chunk's gradient buffer inside the stage, which frees the buffer
 ``RECV``      *post* the receive of a chunk's input activation ("F") or of its output's gradient ("B")
@@ -12,7 +13,8 @@
 
 The split of the backward in ``B`` and ``W`` is that of zero-bubble schedules, which ZeroPP builds on (Tang et al.,
 ZeroPP, arXiv 2402.03791, "task-interleaved"). Between two chunks of one rank (one stage) nothing is sent: it hands over
-locally.
+locally. ``RF`` is recomputation of activations (Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv
+1604.06174) as an instruction of its own: it needs no gradient, so it can fill a gap before the gradient comes.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class Op(str, Enum):
     """What an action does; the value is the word printed and the word of the JSON form."""
 
     F = "F"
+    RF = "RF"
     B = "B"
     W = "W"
     GATHER = "GATHER"
@@ -42,7 +45,7 @@ class Op(str, Enum):
         return self.value
 
 
-COMPUTE = frozenset({Op.F, Op.B, Op.W})
+COMPUTE = frozenset({Op.F, Op.RF, Op.B, Op.W})
 TRANSFER = frozenset({Op.RECV, Op.WAIT, Op.SEND, Op.DRAIN})
 
 

@@ -23,7 +23,7 @@ from zeropp_ray.schedule.communication import RECEIVE_WINDOW
 from zeropp_ray.schedule.spec import Edge, ScheduleSpec
 
 # What a cell (a chunk and a micro-batch of a rank) has gone through: its tasks, and its transfers of each kind.
-_F, _B, _W = 1, 2, 4
+_F, _B, _W, _RF = 1, 2, 4, 8
 _POSTED, _ARRIVED, _USABLE = 1, 2, 4  # its receive: posted, met by the send, waited for
 _SENT, _DEPARTED, _DRAINED = 8, 16, 32  # its send: posted, met by the receive, drained
 _RECEIVED, _GONE = _POSTED | _ARRIVED | _USABLE, _SENT | _DEPARTED | _DRAINED
@@ -36,12 +36,15 @@ def check(ranks: Ranks, spec: ScheduleSpec, in_flight: Mapping[Edge, int], forwa
     Verified:
 
     - every ``F``, ``B`` and ``W`` runs once, after what it needs; ``B`` and ``W`` of a chunk in micro-batch order, for
-      that is the order of summation; ``forward_only``: every ``F`` once, neither ``B`` nor ``W``, no live activations
-    - parameters are resident for ``F`` and ``B``, gathered only when absent, of one chunk at a time (two with prefetch)
-    - at most one gradient buffer is open, and is reduced once per chunk and unit
+      that is the order of summation; ``RF`` once between ``F`` and ``B`` if the chunk is recomputed, else never;
+      ``forward_only``: every ``F`` once, nothing else, no live activations
+    - parameters are resident for ``F``, ``RF`` and ``B``, gathered only when absent, of one chunk at a time (two with
+      prefetch)
+    - at most one gradient buffer is open, and is reduced once per chunk and unit; or at most one per chunk, and each is
+      reduced once in the step
     - every transfer is posted, met and waited for once, in the same order at both ends of its edge
-    - sends in flight stay within ``in_flight``, receives ahead within :data:`RECEIVE_WINDOW`, live activations within
-      the limit
+    - sends in flight stay within ``in_flight``, receives ahead within :data:`RECEIVE_WINDOW`, live activations and the
+      inputs of recomputed chunks within their limits
     - no rank waits for ever, and nothing is left at the end
 
     Raises:
@@ -59,7 +62,8 @@ class _Rank:
         self.incoming = {kind: [spec.incoming(index, v, kind) for v in range(spec.chunks)] for kind in "FB"}
         self.outgoing = {kind: [spec.outgoing(index, v, kind) for v in range(spec.chunks)] for kind in "FB"}
         # Per cell v·N + m. What never takes place counts as done, so at the end every bit is set.
-        self.tasks = bytearray([_B | _W if forward_only else 0]) * (spec.chunks * spec.microbatches)
+        never = [_RF | _B | _W if forward_only else _RF * (not recomputed) for recomputed in spec.recomputed]
+        self.tasks = bytearray(bits for bits in never for _ in range(spec.microbatches))
         self.transfers: dict[str, bytearray] = {}
         for kind in "FB":
             hops = zip(self.incoming[kind], self.outgoing[kind], strict=True)
@@ -69,8 +73,9 @@ class _Rank:
         self.next_b = [0] * spec.chunks
         self.next_w = [0] * spec.chunks
         self.resident: set[int] = set()
-        self.open: int | None = None  # the chunk whose gradient buffer is open
+        self.open: list[int] = []  # the chunks whose gradient buffers are open
         self.live = 0  # chunk activations
+        self.inputs = 0  # of recomputed chunks
         self.blocked: tuple[str, int] | None = None  # kind and cell of the transfer that it waits for
 
     def fail(self, problem: str) -> NoReturn:
@@ -95,10 +100,11 @@ class _Check:
         self.todo = deque(self.ranks)
         hops = [hop for rank in self.ranks for kind in "FB" for hop in rank.outgoing[kind] if hop]
         self.channels = {hop.edge: _Channel(in_flight.get(hop.edge, 0)) for hop in hops}
-        self.unit_starts = {start for start, _ in spec.unit_bounds}
-        self.unit_stops = {stop for _, stop in spec.unit_bounds}
+        self.sum_starts = {start for start, _ in spec.reduce_bounds}
+        self.sum_stops = {stop for _, stop in spec.reduce_bounds}
         self.of_cell = {
             Op.F: self.forward,
+            Op.RF: self.recompute,
             Op.B: self.backward,
             Op.W: self.weight,
             Op.RECV: self.receive,
@@ -144,11 +150,35 @@ class _Check:
         if self.spec.stages == 1 and v > 0 and not rank.tasks[cell - self.n] & _F:
             rank.fail(f"runs before {Action(Op.F, v - 1, m)}, whose output it takes")
         rank.tasks[cell] |= _F
-        if not self.forward_only:
-            rank.live += 1
-            if rank.live > self.limit:
-                rank.fail(f"makes {rank.live} chunk activations live; the memory limit allows {self.limit}")
+        if not rank.tasks[cell] & _RF:
+            rank.inputs += 1
+            if rank.inputs > self.spec.input_limit:
+                rank.fail(f"keeps {rank.inputs} chunk inputs; the program states {self.spec.input_limit}")
+        elif not self.forward_only:
+            self.enliven(rank)
         return False
+
+    def recompute(self, rank: _Rank, v: int, m: int, cell: int, kind: str) -> bool:
+        if self.forward_only:
+            rank.fail("has no place in a forward-only program")
+        if not self.spec.recomputed[v]:
+            rank.fail("recomputes what its F keeps")
+        if rank.tasks[cell] & _RF:
+            rank.fail("runs twice")
+        if v not in rank.resident:
+            rank.fail("runs without the chunk's parameters")
+        if not rank.tasks[cell] & _F:
+            rank.fail(f"runs before {Action(Op.F, v, m)}")
+        rank.tasks[cell] |= _RF
+        rank.inputs -= 1
+        self.enliven(rank)
+        return False
+
+    def enliven(self, rank: _Rank) -> None:
+        """Another chunk activation is there, up to its W."""
+        rank.live += 1
+        if rank.live > self.limit:
+            rank.fail(f"makes {rank.live} chunk activations live; the memory limit allows {self.limit}")
 
     def backward(self, rank: _Rank, v: int, m: int, cell: int, kind: str) -> bool:
         if rank.tasks[cell] & _B:
@@ -157,6 +187,8 @@ class _Check:
             rank.fail("runs without the chunk's parameters")
         if not rank.tasks[cell] & _F:
             rank.fail(f"runs before {Action(Op.F, v, m)}")
+        if not rank.tasks[cell] & _RF:
+            rank.fail(f"runs before {Action(Op.RF, v, m)}")
         if not rank.transfers["B"][cell] & _USABLE:
             rank.fail("runs before the WAIT for its output's gradient")
         if self.spec.stages == 1 and v < self.spec.chunks - 1 and not rank.tasks[cell + self.n] & _B:
@@ -178,11 +210,11 @@ class _Check:
             rank.fail(
                 f"is out of order: {Action(Op.W, v, rank.next_w[v])} comes next, gradients are summed by micro-batch"
             )
-        if rank.open is None:
-            rank.open = v
-        elif rank.open != v:
-            rank.fail(f"opens a second gradient buffer: chunk {rank.open} is not reduced yet")
-        elif m in self.unit_starts:
+        if v not in rank.open:
+            rank.open.append(v)
+            if len(rank.open) > self.spec.gradient_buffers:
+                rank.fail(f"opens a second gradient buffer: chunk {rank.open[0]} is not reduced yet")
+        elif m in self.sum_starts:
             rank.fail("starts a unit, and the unit before it is not reduced yet")
         rank.next_w[v] += 1
         rank.tasks[cell] |= _W
@@ -202,11 +234,11 @@ class _Check:
         rank.resident.remove(v)
 
     def reduce(self, rank: _Rank, v: int) -> None:
-        if rank.open != v:
+        if v not in rank.open:
             rank.fail("has no gradient buffer to reduce: no W of the chunk since the last REDUCE")
-        if rank.next_w[v] not in self.unit_stops:
-            rank.fail(f"comes inside a unit: {Action(Op.W, v, rank.next_w[v])} has not run")
-        rank.open = None
+        if rank.next_w[v] not in self.sum_stops:
+            rank.fail(f"comes inside a {self.spec.reduce}: {Action(Op.W, v, rank.next_w[v])} has not run")
+        rank.open.remove(v)
 
     def receive(self, rank: _Rank, v: int, m: int, cell: int, kind: str) -> bool:
         if (hop := rank.incoming[kind][v]) is None:
@@ -305,7 +337,7 @@ class _Check:
     def finish(self, rank: _Rank) -> None:
         """Nothing may be left at the end of a list."""
         left = f"rank {rank.index}, end of its list:"
-        for op, bit in ((Op.F, _F), (Op.B, _B), (Op.W, _W)):
+        for op, bit in ((Op.F, _F), (Op.RF, _RF), (Op.B, _B), (Op.W, _W)):
             for cell, done in enumerate(rank.tasks):
                 if not done & bit:
                     raise ScheduleError(f"{left} {self.named(op, cell)} never runs")
@@ -316,5 +348,5 @@ class _Check:
                         raise ScheduleError(f"{left} {self.named(op, cell, kind)} never runs")
         if rank.resident:
             raise ScheduleError(f"{left} the parameters of chunk {min(rank.resident)} are not released")
-        if rank.open is not None:
-            raise ScheduleError(f"{left} the gradient buffer of chunk {rank.open} is not reduced")
+        if rank.open:
+            raise ScheduleError(f"{left} the gradient buffer of chunk {rank.open[0]} is not reduced")

@@ -1,15 +1,17 @@
-"""The first pass: in which order each rank runs its ``F``, ``B`` and ``W``. Made by replaying the costs, then static.
+"""The first pass: in which order each rank runs its tasks. Made by replaying the costs, then static.
 
 ZeroPP's blockwise, task-interleaved order (Tang et al., arXiv 2402.03791). The phases of a unit are ::
 
     F(0) | F(1) | … | F(V-2) | F(V-1)+B(V-1) | B(V-2) | … | B(1) | B(0)+F(0 of the next unit)
 
-where ``+`` marks blocks of the same chunk: they share one residency of its parameters and interleave freely.
+where ``+`` marks blocks of the same chunk: they share one residency of its parameters and interleave freely. The ``RF``
+of a recomputed chunk run in the phase of its ``B``.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -48,9 +50,11 @@ def phases(spec: ScheduleSpec) -> list[Phase]:
 def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
     """Compute actions per rank, from a greedy replay of the costs. The same input gives the same order.
 
-    ``F`` and ``B`` run only in their phase, in micro-batch order. Of what can run, ``B`` goes before ``F`` and ``F``
-    before ``W``: a ``W`` fills time in which neither can run, or makes room when the live-activation limit holds ``F``
-    back. The ``W`` of a rank run in the order of their ``B``, so at most one gradient buffer is open.
+    ``F``, ``RF`` and ``B`` run only in their phase, in micro-batch order. Of what can run, ``B`` goes before ``RF``,
+    ``RF`` before ``F`` and ``F`` before ``W``: a ``W`` fills time in which none of the others can run, or makes room
+    when the live-activation limit holds back an ``F``. Of a recomputed chunk this limit holds back the ``RF``, and that
+    of kept inputs the ``F``. The ``W`` of a rank run in the order of their ``B``, so at most one gradient buffer is
+    open if every unit is reduced.
 
     The replay is event-driven: a rank decides when it becomes free, or when what it waits for arrives.
     """
@@ -58,15 +62,16 @@ def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
     cost = spec.costs.ticks()
     comm = cost.comm if stages > 1 else 0
     # The ranks share the actions: a large program is then small in memory, and quick to make.
-    forward, backward, weight = (
-        [[Action(op, v, m) for m in range(spec.microbatches)] for v in range(spec.chunks)] for op in (Op.F, Op.B, Op.W)
+    forward, again, backward, weight = (
+        [[Action(op, v, m) for m in range(spec.microbatches)] for v in range(spec.chunks)]
+        for op in (Op.F, Op.RF, Op.B, Op.W)
     )
     # When the input of each F and B is there, per model chunk and micro-batch.
     f_ready = [[_NEVER] * spec.microbatches for _ in range(spec.model_chunks)]
     b_ready = [[_NEVER] * spec.microbatches for _ in range(spec.model_chunks)]
     f_ready[0] = [0] * spec.microbatches
 
-    ranks = [_Rank(phases(spec)) for _ in range(stages)]
+    ranks = [_Rank(phases(spec), spec.recomputed) for _ in range(stages)]
     events = [(0, p) for p in range(stages)]  # sorted, hence a heap
     while events:
         now, p = heappop(events)
@@ -75,8 +80,11 @@ def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
             continue  # woken before, and busy since
         v = rank.chunk
         c = v * stages + p
-        b_at = b_ready[c][rank.b] if rank.b < rank.b_end else _NEVER
-        f_at = f_ready[c][rank.f] if rank.f < rank.f_end and rank.live < limit else _NEVER
+        recomputed = spec.recomputed[v]
+        room = rank.live < limit
+        f_room = rank.inputs < spec.input_limit if recomputed else room
+        b_at = b_ready[c][rank.b] if rank.b < rank.graphs else _NEVER
+        f_at = f_ready[c][rank.f] if rank.f < rank.f_end and f_room else _NEVER
         if b_at <= now:
             m = rank.b
             end = now + cost.B[c]
@@ -86,12 +94,22 @@ def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
             if c > 0:
                 b_ready[c - 1][m] = end + comm
                 heappush(events, (end + comm, (p - 1) % stages))
+        elif room and rank.graphs < min(rank.b_end, rank.forwards[v]):
+            end = now + cost.F[c]
+            rank.order.append(again[v][rank.graphs])
+            rank.inputs -= 1
+            rank.live += 1
+            rank.graphs += 1
         elif f_at <= now:
             m = rank.f
             end = now + cost.F[c]
             rank.order.append(forward[v][m])
-            rank.live += 1
+            if recomputed:
+                rank.inputs += 1
+            else:
+                rank.live += 1
             rank.f += 1
+            rank.forwards[v] += 1
             if c < last:
                 f_ready[c + 1][m] = end + comm
                 heappush(events, (end + comm, (p + 1) % stages))
@@ -112,21 +130,28 @@ def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
 
 
 class _Rank:
-    """Where a rank is: its phase, the next ``F`` and ``B`` in it, and what it holds."""
+    """Where a rank is: its phase, the next ``F``, ``RF`` and ``B`` in it, and what it holds."""
 
-    __slots__ = ("b", "b_end", "chunk", "f", "f_end", "free_at", "live", "order", "pending", "phases")
+    __slots__ = (
+        "b", "b_end", "chunk", "f", "f_end", "forwards", "free_at", "graphs", "inputs", "live", "order", "pending",
+        "phases", "recomputed",
+    )  # fmt: skip
 
-    def __init__(self, phases: list[Phase]) -> None:
-        self.phases = iter(phases)
+    def __init__(self, phases: list[Phase], recomputed: Sequence[bool]) -> None:
+        self.phases, self.recomputed = iter(phases), recomputed
         self.order: list[Action] = []
         self.pending: deque[tuple[int, int]] = deque()  # chunk and micro-batch of each B whose W has not run
-        self.live = 0  # chunk activations, each from its F to its W
+        self.forwards = [0] * len(recomputed)  # F done, per chunk
+        self.inputs = 0  # of recomputed chunks, each from its F to its RF
+        self.live = 0  # chunk activations, each from its F or RF to its W
         self.free_at = 0
         self.chunk = 0
         self.next_phase()
 
     def next_phase(self) -> None:
         self.chunk, (self.f, self.f_end), (self.b, self.b_end) = next(self.phases, Phase(self.chunk, _NONE, _NONE))
+        # Up to which micro-batch there is a graph for B once there is an F: RF makes it, or F itself did.
+        self.graphs = self.b if self.recomputed[self.chunk] else self.b_end
 
 
 def forward_order(spec: ScheduleSpec) -> list[list[Action]]:

@@ -32,6 +32,7 @@ class Program:
     lower_bound: float
     bubble: float
     peak_activations: tuple[float, ...]
+    peak_inputs: tuple[int, ...]
     peak_gradient_buffers: tuple[int, ...]
     peak_resident: tuple[int, ...]
     gathers: tuple[int, ...]
@@ -82,6 +83,7 @@ def _lower(spec: ScheduleSpec, order: Ranks, forward_only: bool) -> Program:
         lower_bound=timeline.lower_bound,
         bubble=timeline.bubble,
         peak_activations=timeline.peak_activations,
+        peak_inputs=timeline.peak_inputs,
         peak_gradient_buffers=timeline.peak_gradient_buffers,
         peak_resident=timeline.peak_resident,
         gathers=timeline.gathers,

@@ -14,15 +14,23 @@ from zeropp_ray.schedule.replay import Timeline, replay
 from zeropp_ray.schedule.spec import ScheduleSpec
 
 JSON_VERSION = 1
-# One sign per chunk (they repeat where a stage has more chunks); black on blue, green and yellow in a terminal.
-_SIGNS = {Op.F: "0123456789", Op.B: "ABCDEFGHIJKLMNOPQRSTUVWXYZ", Op.W: "abcdefghijklmnopqrstuvwxyz"}
-_COLORS = {Op.F: "\x1b[30;44m", Op.B: "\x1b[30;42m", Op.W: "\x1b[30;43m"}
+# One sign per chunk (they repeat where a stage has more chunks); black on blue, cyan, green and yellow in a terminal.
+_SIGNS = {
+    Op.F: "0123456789",
+    Op.RF: "⁰¹²³⁴⁵⁶⁷⁸⁹",
+    Op.B: "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    Op.W: "abcdefghijklmnopqrstuvwxyz",
+}
+_COLORS = {Op.F: "\x1b[30;44m", Op.RF: "\x1b[30;46m", Op.B: "\x1b[30;42m", Op.W: "\x1b[30;43m"}
 _PLAIN, _IDLE = "\x1b[0m", "·"
 Cell = tuple[str, str]  # colour ("" for none) and sign
 
 
 def to_json(program: Program) -> dict[str, Any]:
-    """Version 1 of the JSON form: times in the unit of the costs, memory in whole-stage micro-batches, no transfers."""
+    """Version 1 of the JSON form: times in the unit of the costs, memory in whole-stage micro-batches, no transfers.
+
+    The version stays where keys are added.
+    """
     spec, costs = program.spec, program.spec.costs
     ranks = program.without_transfers()
     timeline = replay(ranks, spec, program.forward_only)
@@ -50,9 +58,12 @@ def to_json(program: Program) -> dict[str, Any]:
                     _action(spec.model_chunk(p, action.chunk), action, start, end)
                     for action, start, end in zip(actions, timeline.starts[p], timeline.ends[p], strict=True)
                 ],
+                "peak_inputs": timeline.peak_inputs[p],
             }
             for p, actions in enumerate(ranks)
         ],
+        "recomputed": list(spec.recomputed),
+        "reduce": spec.reduce,
     }
 
 
@@ -65,7 +76,8 @@ def _action(model_chunk: int, action: Action, start: float, end: float) -> dict[
 def to_grid(program: Program, width: int = 120, color: bool = False) -> str:
     """One line per rank, time from left to right, at most ``width`` columns; above it a legend, below it a summary.
 
-    A column shows what runs in its middle: ``F`` as the digit of its chunk, ``B`` as a capital, ``W`` a small letter.
+    A column shows what runs in its middle: ``F`` as the digit of its chunk, ``RF`` as a raised one, ``B`` as a capital,
+    ``W`` a small letter.
     """
     spec = program.spec
     ranks = program.without_transfers()
@@ -117,17 +129,21 @@ def _title(spec: ScheduleSpec) -> str:
 
 def _legend(spec: ScheduleSpec, step: float, color: bool) -> list[str]:
     keys = []
-    for op, text in ((Op.F, "forward"), (Op.B, "input gradient"), (Op.W, "weight gradient")):
-        keys.append(f"{_paint((_cell(op, v) for v in range(min(spec.chunks, 4))), color)} {text}")
+    names = {Op.F: "forward", Op.RF: "forward again", Op.B: "input gradient", Op.W: "weight gradient"}
+    for op, text in names.items():
+        if op is not Op.RF or any(spec.recomputed):
+            keys.append(f"{_paint((_cell(op, v) for v in range(min(spec.chunks, 4))), color)} {text}")
     return [f"{', '.join(keys)} of chunk 0, 1, …; {_IDLE} idle; one column is {step:.4g} of the costs' unit of time"]
 
 
 def _summary(spec: ScheduleSpec, timeline: Timeline) -> list[str]:
     makespan, bound = timeline.makespan, timeline.lower_bound
+    inputs, buffers = max(timeline.peak_inputs), max(timeline.peak_gradient_buffers)
     return [
         f"time     makespan {makespan:.6g}, {makespan / bound:.3f} times the lower bound; bubble {timeline.bubble:.1%}",
         f"memory   {max(timeline.peak_activations):.6g} live micro-batches of {spec.memory_limit:.6g} allowed; "
-        f"{max(timeline.peak_resident)} of {spec.chunks} chunks resident; "
-        f"{max(timeline.peak_gradient_buffers)} gradient buffer open",
+        + (f"{inputs} chunk inputs kept; " if inputs else "")
+        + f"{max(timeline.peak_resident)} of {spec.chunks} chunks resident; "
+        f"{buffers} gradient buffer{'s' * (buffers > 1)} open",
         f"traffic  {max(timeline.gathers)} gathers and {max(timeline.reduces)} reduces per rank",
     ]

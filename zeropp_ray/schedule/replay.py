@@ -17,11 +17,12 @@ from zeropp_ray.schedule.spec import ScheduleSpec
 class Timeline:
     """Times of a step under the costs of its spec, in their unit of time, and counts per rank.
 
-    ``starts[p][i]`` and ``ends[p][i]`` belong to action ``i`` of rank ``p``. Only ``F``, ``B``, ``W`` and waiting for
-    them take time: collectives are counted, not timed, and a transfer takes ``costs.comm`` from the end of its
-    producer. ``peak_activations`` is in whole-stage micro-batches (a chunk's activation counts ``1/V`` from its ``F``
-    to its ``W``); ``peak_gradient_buffers`` and ``peak_resident`` (parameters) are in chunks. ``bubble`` is the part of
-    the ranks' time in which nothing is computed.
+    ``starts[p][i]`` and ``ends[p][i]`` belong to action ``i`` of rank ``p``. Only tasks and waiting for them take time:
+    collectives are counted, not timed, and a transfer takes ``costs.comm`` from the end of its producer.
+    ``peak_activations`` is in whole-stage micro-batches (a chunk's activation counts ``1/V`` from its ``F`` to its
+    ``W``, that of a recomputed chunk from its ``RF``); ``peak_inputs`` (of recomputed chunks, from ``F`` to ``RF``),
+    ``peak_gradient_buffers`` and ``peak_resident`` (parameters) are in chunks. ``bubble`` is the part of the ranks'
+    time in which nothing is computed.
     """
 
     starts: tuple[tuple[float, ...], ...]
@@ -30,6 +31,7 @@ class Timeline:
     lower_bound: float
     bubble: float
     peak_activations: tuple[float, ...]
+    peak_inputs: tuple[int, ...]
     peak_gradient_buffers: tuple[int, ...]
     peak_resident: tuple[int, ...]
     gathers: tuple[int, ...]
@@ -42,7 +44,10 @@ def lower_bound(spec: ScheduleSpec, forward_only: bool = False) -> float:
     bound = arrival = 0
     for p in range(spec.stages):
         own = range(p, spec.model_chunks, spec.stages)
-        work = sum(cost.F[c] if forward_only else cost.F[c] + cost.B[c] + cost.W[c] for c in own)
+        work = sum(cost.F[c] for c in own)
+        if not forward_only:
+            again = (cost.F[c] for c, recomputed in zip(own, spec.recomputed, strict=True) if recomputed)
+            work += sum(again) + sum(cost.B[c] + cost.W[c] for c in own)
         bound = max(bound, spec.microbatches * work + arrival)
         arrival += cost.F[p] + cost.comm
     return bound / cost.scale
@@ -63,16 +68,18 @@ def replay(ranks: Ranks, spec: ScheduleSpec, forward_only: bool = False) -> Time
         if action.op is not Op.WAIT
     )
     makespan = max((end[-1] for end in ends if end), default=0)
-    peaks = [_peaks(actions) for actions in ranks]
+    kept = (True,) * spec.chunks if forward_only else tuple(not recomputed for recomputed in spec.recomputed)
+    peaks = [_peaks(actions, kept) for actions in ranks]
     return Timeline(
         starts=tuple(tuple(t / scale for t in start) for start in starts),
         ends=tuple(tuple(t / scale for t in end) for end in ends),
         makespan=makespan / scale,
         lower_bound=lower_bound(spec, forward_only),
         bubble=1 - busy / (makespan * len(ranks)) if makespan else 0.0,
-        peak_activations=tuple(0.0 if forward_only else live / spec.chunks for live, _, _ in peaks),
-        peak_gradient_buffers=tuple(buffers for _, buffers, _ in peaks),
-        peak_resident=tuple(resident for _, _, resident in peaks),
+        peak_activations=tuple(0.0 if forward_only else live / spec.chunks for live, _, _, _ in peaks),
+        peak_inputs=tuple(inputs for _, inputs, _, _ in peaks),
+        peak_gradient_buffers=tuple(buffers for _, _, buffers, _ in peaks),
+        peak_resident=tuple(resident for _, _, _, resident in peaks),
         gathers=tuple(sum(action.op is Op.GATHER for action in actions) for actions in ranks),
         reduces=tuple(sum(action.op is Op.REDUCE for action in actions) for actions in ranks),
     )
@@ -87,7 +94,7 @@ def _times(ranks: Ranks, spec: ScheduleSpec) -> tuple[list[list[int]], list[list
     f_input: list[list[int | None]] = [[None] * spec.microbatches for _ in range(last + 1)]
     b_input: list[list[int | None]] = [[None] * spec.microbatches for _ in range(last + 1)]
     f_input[0] = [0] * spec.microbatches
-    f, b, w, wait = Op.F, Op.B, Op.W, Op.WAIT  # looked up here, not a million times below
+    f, rf, b, w, wait = Op.F, Op.RF, Op.B, Op.W, Op.WAIT  # looked up here, not a million times below
     starts: list[list[int]] = [[] for _ in ranks]
     ends: list[list[int]] = [[] for _ in ranks]
     todo, asleep = list(range(stages)), set[int]()
@@ -102,6 +109,8 @@ def _times(ranks: Ranks, spec: ScheduleSpec) -> tuple[list[list[int]], list[list
             consumer = p
             if op is w:
                 now += cost.W[c]
+            elif op is rf:
+                now += cost.F[c]
             elif op is f or op is b or op is wait:
                 arrival = (f_input if op is f or kind == "F" else b_input)[c][m]
                 if arrival is None:
@@ -132,13 +141,20 @@ def _times(ranks: Ranks, spec: ScheduleSpec) -> tuple[list[list[int]], list[list
     return starts, ends
 
 
-def _peaks(actions: Sequence[Action]) -> tuple[int, int, int]:
-    """Most chunk activations, gradient buffers and chunks' parameters held at once by a rank."""
-    live = most_live = most_open = most_resident = 0
+def _peaks(actions: Sequence[Action], kept: Sequence[bool]) -> tuple[int, int, int, int]:
+    """Most chunk activations, chunk inputs, gradient buffers and chunks' parameters held at once by a rank.
+
+    ``kept``: of each chunk whether its ``F`` makes an activation, or leaves an input for ``RF``.
+    """
+    live = most_live = inputs = most_inputs = most_open = most_resident = 0
     opened: set[int] = set()
     resident: set[int] = set()
     for op, v, _, _ in actions:
-        if op is Op.F:
+        if op is Op.F and not kept[v]:
+            inputs += 1
+            most_inputs = max(most_inputs, inputs)
+        elif op is Op.F or op is Op.RF:
+            inputs -= op is Op.RF
             live += 1
             most_live = max(most_live, live)
         elif op is Op.W:
@@ -152,4 +168,4 @@ def _peaks(actions: Sequence[Action]) -> tuple[int, int, int]:
             most_resident = max(most_resident, len(resident))
         elif op is Op.RELEASE:
             resident.discard(v)
-    return most_live, most_open, most_resident
+    return most_live, most_inputs, most_open, most_resident

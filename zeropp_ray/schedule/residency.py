@@ -1,9 +1,9 @@
 """The second pass: when parameters and gradient buffers are there. Inserts ``GATHER``, ``RELEASE`` and ``REDUCE``.
 
-A maximal run of ``F`` and ``B`` of one chunk is one residency of its parameters; ``W`` needs saved inputs and output
-gradients, not parameters, so it neither holds nor breaks one. This is where ZeroPP's blockwise order pays (Tang et al.,
-arXiv 2402.03791): a residency serves a whole unit, and ``F(V-1)+B(V-1)`` and ``B(0)+F(0 of the next unit)`` share one:
-``(2V-2)·K + 1`` gathers per step.
+A maximal run of ``F``, ``RF`` and ``B`` of one chunk is one residency of its parameters; ``W`` needs saved inputs and
+output gradients, not parameters, so it neither holds nor breaks one. This is where ZeroPP's blockwise order pays (Tang
+et al., arXiv 2402.03791): a residency serves a whole unit, and ``F(V-1)+B(V-1)`` and ``B(0)+F(0 of the next unit)``
+share one: ``(2V-2)·K + 1`` gathers per step.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from zeropp_ray.schedule.spec import ScheduleSpec
 def add_residency(order: Ranks, spec: ScheduleSpec) -> list[list[Action]]:
     """Add parameter and gradient-buffer actions to the compute order of every rank.
 
-    ``GATHER`` goes before the first ``F`` or ``B`` of a residency, ``RELEASE`` after the last. With ``spec.prefetch``
-    the gather moves ahead of the last ``F`` or ``B`` of the residency before, so that two chunks are resident for that
-    time. ``REDUCE`` follows the last ``W`` of a chunk and unit.
+    ``GATHER`` goes before the first task but ``W`` of a residency, ``RELEASE`` after the last. With ``spec.prefetch``
+    the gather moves ahead of the last one of the residency before, so that two chunks are resident for that time.
+    ``REDUCE`` follows the last ``W`` of a chunk and unit, or of a chunk and step, as ``spec.reduce`` says.
     """
-    last_of_unit = {stop - 1 for _, stop in spec.unit_bounds}
-    return [_lower(rank, spec.prefetch, last_of_unit) for rank in order]
+    reduced_after = {stop - 1 for _, stop in spec.reduce_bounds}
+    return [_lower(rank, spec.prefetch, reduced_after) for rank in order]
 
 
-def _lower(order: Sequence[Action], prefetch: bool, last_of_unit: set[int]) -> list[Action]:
+def _lower(order: Sequence[Action], prefetch: bool, reduced_after: set[int]) -> list[Action]:
     uses = [i for i, action in enumerate(order) if action.op is not Op.W]
     starts = [j for j, i in enumerate(uses) if j == 0 or order[i].chunk != order[uses[j - 1]].chunk]
     before: dict[int, list[Action]] = {}  # position in the order -> gathers that go ahead of it
@@ -39,6 +39,6 @@ def _lower(order: Sequence[Action], prefetch: bool, last_of_unit: set[int]) -> l
         result.append(action)
         if i in releases:
             result.append(Action(Op.RELEASE, action.chunk))
-        if action.op is Op.W and action.microbatch in last_of_unit:
+        if action.op is Op.W and action.microbatch in reduced_after:
             result.append(Action(Op.REDUCE, action.chunk))
     return result

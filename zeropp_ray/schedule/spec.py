@@ -11,6 +11,14 @@ from zeropp_ray.errors import ConfigError
 from zeropp_ray.schedule.costs import Costs
 from zeropp_ray.schedule.units import default_limit, default_unit, least_limit_chunks, split_units
 
+RECOMPUTE = ("none", "full", "selective")
+"""Whose activations are made again for ``B``: nobody's; every chunk's; every chunk's but the last one's of a stage,
+whose ``B`` follow its ``F`` closely, for they share a residency."""
+
+REDUCE = ("unit", "step")
+"""When a chunk's gradient buffer is reduced: after each unit, so that one is open at a time; or once a step, with all
+``V`` open and a ``K``-th of the traffic."""
+
 _SLACK = 1e-9  # a limit of 8.6666666667 with V=3 means 26 chunks
 
 
@@ -36,7 +44,8 @@ class Hop(NamedTuple):
 class ScheduleSpec:
     """Resolved input of the schedule passes; make it with :func:`resolve`.
 
-    ``memory_limit`` is in whole-stage micro-batches: a chunk's activation counts ``1/V`` from its ``F`` to its ``W``.
+    ``memory_limit`` is in whole-stage micro-batches: a chunk's activation counts ``1/V`` from its ``F`` to its ``W``,
+    that of a recomputed chunk from its ``RF``. ``recomputed`` says of each chunk ``v`` of a stage whether it is.
     Placement is looped: chunk ``v`` of rank ``p`` is model chunk ``v·P + p``.
     """
 
@@ -48,6 +57,8 @@ class ScheduleSpec:
     memory_limit: float
     prefetch: bool
     costs: Costs
+    recomputed: tuple[bool, ...]
+    reduce: str  # one of REDUCE
 
     @property
     def model_chunks(self) -> int:
@@ -59,6 +70,11 @@ class ScheduleSpec:
         return math.floor(min(self.memory_limit, self.microbatches) * self.chunks + _SLACK)
 
     @property
+    def input_limit(self) -> int:
+        """Most inputs of recomputed chunks that a rank keeps from ``F`` to ``RF``: a unit's, and a ramp of ``P``."""
+        return max(self.units) * sum(self.recomputed) + self.stages
+
+    @property
     def unit_bounds(self) -> list[tuple[int, int]]:
         """First and past-the-last micro-batch of each unit."""
         bounds, start = [], 0
@@ -66,6 +82,16 @@ class ScheduleSpec:
             bounds.append((start, start + size))
             start += size
         return bounds
+
+    @property
+    def reduce_bounds(self) -> list[tuple[int, int]]:
+        """First and past-the-last of the micro-batches whose gradients are reduced together."""
+        return self.unit_bounds if self.reduce == "unit" else [(0, self.microbatches)]
+
+    @property
+    def gradient_buffers(self) -> int:
+        """Most gradient buffers that may be open at once."""
+        return 1 if self.reduce == "unit" else self.chunks
 
     def model_chunk(self, rank: int, chunk: int) -> int:
         """The model chunk that is chunk ``v`` of a rank."""
@@ -94,6 +120,8 @@ def resolve(
     memory_limit: float = 0.0,
     prefetch: bool = False,
     costs: Costs | None = None,
+    recompute: str = "none",
+    reduce: str = "unit",
     name: Callable[[str], str] = "parallel.{}".format,
 ) -> ScheduleSpec:
     """Fill in the defaults and check the numbers against each other.
@@ -101,13 +129,17 @@ def resolve(
     Args:
         stages, chunks, microbatches: ``P``, ``V``, ``N``, each at least 1, with ``N ≥ P``.
         unit: the least unit size ``U``, ``P ≤ U ≤ N``; 0 takes ``min(N, 2P)``.
-        memory_limit: live activations in whole-stage micro-batches; 0 takes ``u + P/V``.
-        costs: per model chunk; None takes 1, 1, 1, 0.
+        memory_limit: live activations in whole-stage micro-batches; 0 takes ``u + P/V``, with recomputation ``2P/V``.
+        costs: per model chunk; None takes 1, 1, 1, 0. ``RF`` costs what ``F`` does.
+        recompute, reduce: one of :data:`RECOMPUTE`, and of :data:`REDUCE`.
         name: how an error calls a field; the default names the key of the run configuration.
 
     Raises:
         ConfigError: naming the field, its value and a value that works.
     """
+    for field, word, known in (("recompute", recompute, RECOMPUTE), ("reduce", reduce, REDUCE)):
+        if word not in known:
+            raise ConfigError(f"{name(field)} = {word!r}: unknown; known are {', '.join(known)}")
     for field, value in (("stages", stages), ("chunks", chunks), ("microbatches", microbatches)):
         if value < 1:
             raise ConfigError(f"{name(field)} = {value}: must be at least 1")
@@ -122,15 +154,22 @@ def resolve(
             f"{name('unit')} = {unit}: {side}; a unit holds {stages} to {microbatches} micro-batches here, "
             f"{name('unit')} = {default_unit(microbatches, stages)} works"
         )
+    if recompute == "selective" and chunks == 1:
+        raise ConfigError(
+            f"{name('recompute')} = 'selective': keeps the last chunk of a stage, and with {name('chunks')} = 1 there "
+            f"is no other; use {name('recompute')} = 'full' or 'none', or {name('chunks')} = 2 or more"
+        )
     unit = unit or default_unit(microbatches, stages)
     units = split_units(microbatches, unit)
+    recomputes = recompute != "none"
+    default = default_limit(units, stages, chunks, recomputes)
     if not math.isfinite(memory_limit) or memory_limit < 0:
         raise ConfigError(
             f"{name('memory_limit')} = {memory_limit}: not a number of micro-batches; 0 takes the default, "
-            f"{_number(default_limit(units, stages, chunks))}"
+            f"{_number(default)}"
         )
-    limit = memory_limit or default_limit(units, stages, chunks)
-    needed = least_limit_chunks(units, chunks)
+    limit = memory_limit or default
+    needed = least_limit_chunks(units, chunks, recomputes)
     if math.floor(min(limit, microbatches) * chunks + _SLACK) < needed:
         raise ConfigError(
             f"{name('memory_limit')} = {_number(limit)}: no schedule exists for units of {max(units)} micro-batches, "
@@ -142,7 +181,8 @@ def resolve(
         raise ConfigError(
             f"cost: {len(costs.F)} values for {stages} × {chunks} model chunks; give {stages * chunks}, one for each"
         )
-    return ScheduleSpec(stages, chunks, microbatches, unit, tuple(units), limit, prefetch, costs)
+    recomputed = (recomputes,) * (chunks - 1) + (recompute == "full",)
+    return ScheduleSpec(stages, chunks, microbatches, unit, tuple(units), limit, prefetch, costs, recomputed, reduce)
 
 
 def _number(value: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from zeropp_ray.config import ModelSection
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.files import expanded
 from zeropp_ray.models.llama import HIGH_TURNS, LOW_TURNS, STRETCHED_FROM
 from zeropp_ray.presets import PRESETS
 
@@ -101,7 +102,7 @@ def adopted(values: Mapping[str, Any]) -> dict[str, Any]:
 
     `ConfigError` with a list if it, or its preset, gives others.
     """
-    folder = Path(str(values["init_from"])).expanduser().absolute()
+    folder = expanded(str(values["init_from"]), f"model.init_from = {values['init_from']!r}").absolute()
     sizes = read_sizes(folder)
     wanted = {**sizes, **PRESETS.get(str(values.get("preset", "")), {}), **values}
     ours, found = (vars(ModelSection(**{**wanted, **more, "init_from": ""}).resolved()) for more in ({}, sizes))
