@@ -84,7 +84,7 @@ def _driver() -> Any:
             return 1.0, 1
 
         def report(self) -> Report:
-            return Report(Counters(), Measured(), 0, 0)
+            return Report(Counters(), Measured(), 0, 0, None)
 
     @ray.remote(num_cpus=0)
     class Driver:

@@ -60,9 +60,7 @@ class WeightQueue:
 
     @torch.no_grad()
     def run(self, key: Key, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """``W``: add the weight gradients of ``key`` to ``gradients``, views of flat gradient buffers, which may be in a
-        wider dtype.
-        """
+        """``W``: add the weight gradients of ``key`` to ``gradients``, views of flat buffers, which may be wider."""
         for kind, parameter, x, dy in self._items.pop(key):
             gradient = gradients[parameter]
             dy = dy.reshape(-1, dy.shape[-1])
