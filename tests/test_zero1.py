@@ -96,7 +96,7 @@ def trained(run: harness.Run, first: int, last: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_a_run_goes_on_with_it_and_without_it_and_on_other_replicas(tmp_path, dtype):
     on = configuration(2, 1, 1, 2, N=2, b=1, steps=STEPS, layers=4, dtype=dtype, zero1=True)
     off = changed(on, parallel_zero1=False)
