@@ -128,8 +128,8 @@ class Checkpoints:
 
     def finish(self, progress: Progress, call: Call) -> Iterator[Event]:
         """Save the end of the run unless it is saved, by trying several times."""
-        yield from self.poll(wait=True)
         self._finishing = True
+        yield from self.poll(wait=True)
         for attempt in range(TRIES):
             if self.saved_step == progress.step:
                 return

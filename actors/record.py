@@ -138,11 +138,19 @@ class Record:
 
 
 def _lines_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of an earlier part of the run that still hold: a resumed run takes the later ones again."""
+    """The lines of an earlier part of the run that still hold: a resumed run takes the later ones again.
+
+    A line that a crash left in pieces is dropped; a run does not end for it.
+    """
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return [line for line in lines if line["step"] <= step]
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, TypeError, KeyError):
+            line = json.loads(text)
+            if line["step"] <= step:
+                lines.append(line)
+    return lines
 
 
 def _finite(value: float) -> float | None:

@@ -52,11 +52,11 @@ def verify(where: Path) -> None:
 
     Exit code 1 if there is such a one, or one is damaged.
     """
-    from zeropp_ray.checkpoint.manifest import NAME, folders
+    from zeropp_ray.checkpoint.manifest import folders, is_checkpoint
     from zeropp_ray.checkpoint.reader import folder_of_run, open_checkpoint, run_of
 
     bad = 0
-    if (where / NAME).exists():
+    if is_checkpoint(where):
         run, paths = run_of(where), [where]
     else:
         run = folder_of_run(where)

@@ -128,11 +128,11 @@ def _begin(config: RunConfig, address: str | None, dry_run: bool, stop: StopSign
 
 def _go_on(where: Path, overrides: tuple[str, ...], address: str | None, dry_run: bool, stop: StopSignals) -> None:
     """Train a run further, from the checkpoint ``where`` or from the newest good one of the run ``where``."""
-    from zeropp_ray.checkpoint.manifest import NAME
+    from zeropp_ray.checkpoint.manifest import is_checkpoint
     from zeropp_ray.checkpoint.reader import folder_of_run, latest, open_own, run_of
     from zeropp_ray.checkpoint.resume import resumed
 
-    named = (where / NAME).exists()
+    named = is_checkpoint(where)
     folder = run_of(where) if named else folder_of_run(where)
     if folder is None:
         raise ConfigError(f"--resume {where}: lies in no run; put it into the folder checkpoints of its own")
@@ -143,17 +143,19 @@ def _go_on(where: Path, overrides: tuple[str, ...], address: str | None, dry_run
             checkpoint = latest(folder, lambda text: click.echo(f"warning: {text}", err=True))
         config, source = _with_text(_from_anywhere(resumed(checkpoint, overrides)))
         if dry_run:
-            return _show_plan(config, source)
+            return _show_plan(config, source, checkpoint)
         written = folder / "config.toml"
         before = written.read_text(encoding="utf-8") if written.exists() else None
         try:
             _run(config, address, folder, source, stop, checkpoint)
-        except ConfigError:  # nothing ran
-            if before is not None:
+        except (ConfigError, KeyboardInterrupt) as error:
+            newer = next(folders(folder), checkpoint.path).name > checkpoint.path.resolve().name
+            if before is not None and not newer:  # the run is where it was
                 written.write_text(before, encoding="utf-8")
-            raise
-        except KeyboardInterrupt:
-            raise _interrupted(folder) from None
+            if isinstance(error, ConfigError):
+                raise
+            again = shlex.quote(str(where if named and not newer else folder))
+            raise Stopped(f"stopped at once; go on with: zeropp train --resume {again}") from None
 
 
 def _with_text(config: RunConfig) -> tuple[RunConfig, str]:
@@ -164,10 +166,21 @@ def _with_text(config: RunConfig) -> tuple[RunConfig, str]:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=corpus.tokenizer)), corpus.label
 
 
-def _show_plan(config: RunConfig, source: str) -> None:
+def _show_plan(config: RunConfig, source: str, resume: Checkpoint | None = None) -> None:
+    """What the run would be, with all checks of a real one; ``resume``: the checkpoint that it would go on from."""
+    from zeropp_ray.checkpoint.resume import check_same_data, check_same_parameters, identity_of
+    from zeropp_ray.data.corpus import load_corpus
+    from zeropp_ray.models.hf import initial_weights
     from zeropp_ray.planner.plan import make_plan
 
-    click.echo(plan_table(make_plan(config).table(config), config, source))
+    plan = make_plan(config)
+    corpus = load_corpus(config, plan.description.vocab)
+    if resume is not None:
+        check_same_parameters(resume, plan.description.shapes, plan.description.frozen)
+        check_same_data(resume, identity_of(corpus))
+    else:
+        initial_weights(config)  # their names and sizes are checked
+    click.echo(plan_table(plan.table(config), config, source))
 
 
 def _completed(config: RunConfig) -> RunConfig:

@@ -279,6 +279,46 @@ def test_a_run_stopped_before_its_first_step_leaves_its_name_free(
     assert not (here / "runs" / "a").exists()
 
 
+def test_a_resume_that_is_stopped_at_once_leaves_the_run_as_it_was(
+    here: Path, trainer: Callable[[Trainer], None]
+) -> None:
+    from tests.saved import saved_run
+
+    def stop(*_: Any, **__: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    folder = here / "runs" / "a"
+    saved_run(folder, RunConfig())
+    (folder / "config.toml").write_text("as it was")
+    (here / "elsewhere").mkdir()
+    real = (folder / "checkpoints" / "step-00000010").rename(here / "elsewhere" / "step-00000010")
+    (folder / "checkpoints" / "linked").symlink_to(real)  # all that the run has
+    trainer(stop)
+    one = "runs/a/checkpoints/linked"
+    message = refused(run("train", "--resume", one, "--set", "train.steps=777"), code=75)
+    assert message == f"stopped at once; go on with: zeropp train --resume {one}"
+    assert (folder / "config.toml").read_text() == "as it was"
+
+
+def test_a_dry_run_of_a_resume_checks_all_that_a_run_does(here: Path) -> None:
+    from tests.saved import saved_run
+
+    saved_run(here / "runs" / "a", RunConfig())
+    assert "the model has changed: embed.weight was frozen" in refused(run("train", "--resume", "a", "--dry-run"))
+
+
+def test_a_token_store_does_not_hide_the_run_of_its_name(here: Path) -> None:
+    from tests.saved import saved_run
+
+    saved_run(here / "runs" / "a", RunConfig())
+    (here / "a").mkdir()
+    for name in ("manifest.json", "train-00000.arrow"):
+        (here / "a" / name).touch()
+    shown = run("checkpoint", "verify", "a")
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.endswith("step-00000010: good\n")
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_stopped_at_once_says_what_there_is_to_go_on_from(
     here: Path, trainer: Callable[[Trainer], None], resume: bool
@@ -294,8 +334,8 @@ def test_a_run_stopped_at_once_says_what_there_is_to_go_on_from(
         saved_run(here / "runs" / "a", RunConfig())
     trainer(stop)
     message = refused(run("train", *(["--resume", "a"] if resume else ["--name", "a"])), code=75)
-    wanted = "stopped at once; the newest checkpoint is step-00000010, go on with: zeropp train --resume runs/a"
-    assert message == wanted
+    newest = "" if resume else "the newest checkpoint is step-00000010, "
+    assert message == f"stopped at once; {newest}go on with: zeropp train --resume runs/a"
     assert "or go on with --resume runs/a" in refused(run("train", "--name", "a"))
 
 

@@ -81,3 +81,11 @@ def test_a_summary_that_cannot_be_written_is_a_failure(tmp_path: Path, monkeypat
     assert summary["outcome"] == "failed"
     assert summary["error"] == f"{tmp_path}/summary.json could not be written: No space left on device"
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_line_in_pieces_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    finished(tmp_path, 2.0)
+    with (tmp_path / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(b'{"step": 3, "lo{"step": 9}\n\xff\n{"loss": 1.0}\n[]\n')
+    finished(tmp_path, 1.5, begin=RESUMED)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]

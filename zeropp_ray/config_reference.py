@@ -46,7 +46,8 @@ to rounding.
 
 **Activations.** With `recompute` a chunk's forward keeps its input alone, and runs once more for the backward: `full`
 of every chunk, `selective` of all but the last chunk of a stage, whose backwards follow closely, so that keeping it
-costs little memory. Gradients are the same to the last bit.
+costs little memory. Gradients are the same to the last bit, if the model's forward is the same with and without a
+graph. Such forwards, and those of an evaluation, run without gradients.
 
 **Gradients.** `reduce = "unit"` takes the least memory: one chunk's unsharded gradients at a time. `reduce = "step"`
 moves the least: each chunk's are reduced once in the step, so those of all V chunks exist until then. Results are equal
@@ -54,7 +55,8 @@ up to rounding.
 
 **Replicas** repeat the mesh and add up their gradients. With `zero1` they share the optimizer's work too: each updates
 one of R pieces of its shard and hands the others its new weights. The result is the same; each member keeps 1/R of its
-moments, and of fp32 weights beside bf16 ones. For R = 2 as much is sent as without it, for more less.
+moments, and of fp32 weights beside bf16 ones. In fp32, R = 2 sends as much as without it; more replicas send less,
+and so does bf16.
 """,
     "data": """\
 [data.md](data.md) tells of token stores.
@@ -70,8 +72,8 @@ divide, or that leaves fewer micro-batches than stages, is refused with the near
 `parallel.microbatches` is left out, or says the same.
 
 **Precision.** With `dtype = "bfloat16"`, forward and backward compute in bf16, and gathers and messages are half as
-large. Weights, their moments and all sums of gradients stay fp32, and so do checkpoints. Buffers of a model keep their
-dtype; what is between two parts of it must be bf16 then, see [models.md](models.md). It pays where the processor has
+large. Weights, their moments and all sums of gradients stay fp32, and so do checkpoints. A model's buffers are fp32
+too; what is between two parts of it must be bf16 then, see [models.md](models.md). It pays where the processor has
 instructions for bf16 (AVX512-BF16, AMX); a run says so if it has none.
 """,
 }

@@ -66,6 +66,7 @@ class StageMember:
         self.config, self.plan, self.me, self.data = config, plan, me, data
         self.counters = Counters()
         self._precision = Precision.of(config.train.dtype)
+        torch.backends.mha.set_fastpath_enabled(False)  # only without gradients: a recomputed forward would differ
         self._owned = build_owned(
             resolve_factory(config.model),
             plan.description,

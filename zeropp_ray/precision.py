@@ -27,7 +27,7 @@ class Precision(NamedTuple):
         return cls(compute, torch.float32 if compute == torch.bfloat16 else compute)
 
     def apply(self, model: nn.Module) -> None:
-        """Convert a whole model to what members compute with: parameters, and buffers, which are never narrowed."""
+        """Convert a whole model to what members compute with: parameters; and buffers to masters, never bf16."""
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self.compute)
         for buffer in model.buffers():

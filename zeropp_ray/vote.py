@@ -16,8 +16,8 @@ class Vote:
     """One member's part of a step.
 
     ``loss_sum`` (nats, fp64) and ``tokens`` (valid labels) come from the last stage and are zero elsewhere.
-    ``squared_norm`` is that of the gradient shards this member answers for; the shards of a replica other than the
-    first are counted there.
+    ``squared_norm`` is that of the gradient shards this member answers for: replicas that hold the same leave it to the
+    first.
     """
 
     loss_sum: float

@@ -98,6 +98,11 @@ def folders(run: Path) -> Iterator[Path]:
     yield from sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8), reverse=True)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder ``path`` looks like a checkpoint. A token store has a manifest of that name too."""
+    return (path / NAME).exists() and not any(path.glob("*.arrow"))
+
+
 def publish(partial: Path, final: Path, manifest: Manifest) -> None:
     """Write the manifest beside the files in ``partial`` and make the whole visible as ``final``."""
     path = partial / NAME

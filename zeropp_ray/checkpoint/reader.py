@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zeropp_ray.checkpoint import run_id
-from zeropp_ray.checkpoint.manifest import CHECKPOINTS, NAME, Manifest, folder_name, folders
+from zeropp_ray.checkpoint.manifest import CHECKPOINTS, NAME, Manifest, folder_name, folders, is_checkpoint
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.files import expanded, sha256_of
@@ -121,7 +120,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         manifest = Manifest.from_json((path / NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no checkpoint, {NAME} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: {NAME} cannot be read: {error}") from None
     checkpoint = Checkpoint(path, manifest)
     for entry in manifest.files.values():
@@ -185,7 +184,7 @@ def find(where: str | Path, warn: Callable[[str], None] = lambda text: None) -> 
     A checkpoint that is named itself may lie anywhere; one that lies in another run than its own is named to ``warn``.
     """
     path = expanded(where)
-    if not (path / NAME).exists():
+    if not is_checkpoint(path):
         return latest(folder_of_run(path), warn)
     checkpoint = _whole(open_checkpoint(path))
     if checkpoint.run is not None and (wrong := checkpoint.misplaced(checkpoint.run)):
@@ -215,10 +214,11 @@ def load_model(checkpoint: Checkpoint, precision: Precision | None = None) -> to
 
     config = checkpoint.config
     factory = resolve_factory(config.model)
-    description = describe(factory, config.model.seq_len, seed=config.run.seed)
+    trained_in = Precision.of(config.train.dtype)
+    description = describe(factory, config.model.seq_len, seed=config.run.seed, precision=trained_in)
     check_same_parameters(checkpoint, description.shapes)
-    one, dtype = cut_model(description, 1), Precision.of(config.train.dtype).master
-    model = build_owned(factory, description, one, [0], seed=config.run.seed, dtype=dtype).model
+    one = cut_model(description, 1)
+    model = build_owned(factory, description, one, [0], seed=config.run.seed, dtype=trained_in.master).model
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.tensor(name))
