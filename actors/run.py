@@ -24,7 +24,7 @@ from zeropp_ray.checkpoint import run_id
 from zeropp_ray.checkpoint.reader import Checkpoint
 from zeropp_ray.checkpoint.resume import check_same_data, check_same_parameters, identity_of
 from zeropp_ray.config import RunConfig
-from zeropp_ray.data.corpus import load_corpus
+from zeropp_ray.data.corpus import Corpus, load_corpus
 from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
 from zeropp_ray.evaluation import Loss, Request
 from zeropp_ray.models.hf import foreign_tokenizer, initial_weights
@@ -34,6 +34,21 @@ Event = dict[str, Any]
 
 CONNECT_S = 5.0  # how long the head of a cluster may take to accept a connection
 OBJECT_STORE_BYTES = 100 * 2**20  # no tensor passes the object store
+
+
+def planned(config: RunConfig, resume: Checkpoint | None = None) -> tuple[Plan, Corpus]:
+    """The plan and the text of a run, with all checks that need no cluster; ``resume``: the checkpoint to go on from.
+
+    Raises ConfigError if the run cannot work.
+    """
+    plan = make_plan(config)
+    corpus = load_corpus(config, plan.description.vocab)
+    if resume is not None:
+        check_same_parameters(resume, plan.description.shapes, plan.description.frozen)
+        check_same_data(resume, identity_of(corpus))
+    else:
+        initial_weights(config)  # their names and sizes are checked
+    return plan, corpus
 
 
 def run_training(
@@ -56,14 +71,9 @@ def run_training(
     """
     stop = stop or StopSignals()
     stop.hand_to(interrupt)
-    plan = make_plan(config)
-    corpus = load_corpus(config, plan.description.vocab)  # told before Ray starts
+    plan, corpus = planned(config, resume)  # what is wrong is told before Ray starts
     data = identity_of(corpus)
-    if resume is not None:
-        check_same_parameters(resume, plan.description.shapes, plan.description.frozen)
-        check_same_data(resume, data)
-    else:
-        initial_weights(config)  # their names and sizes are checked
+    if resume is None:
         run_id.create(run_dir)
     on_event({"kind": "plan", **plan.table(config)})
     if config.model.init_from and foreign_tokenizer(Path(config.model.init_from), corpus.tokenizer):

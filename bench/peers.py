@@ -231,7 +231,7 @@ class Pipelined(Peer):
         mine = [p, 2 * P - 1 - p] if "ZBV" in self.variant.schedule else range(p, P * V, P)
         self.parts = [self.part(model, ranges[i], self.variant.recomputes(i, P * V, P)) for i in mine]
         self.first, self.last = 0 in mine, P * V - 1 in mine
-        for part in self.parts if F > 1 or self.variant.bfloat16 == "policy" else ():
+        for part in self.parts if F > 1 else ():
             shard(part, mesh["shards"], self.variant)
         stages = [self._stage(part, i, P * V, description) for part, i in zip(self.parts, mine, strict=True)]
         single = issubclass(schedule, schedules.PipelineScheduleSingle)
@@ -243,7 +243,7 @@ class Pipelined(Peer):
 
     def _stage(self, part: Part, i: int, stages: int, model: ModelDescription) -> pipelining.PipelineStage:
         b, s = self.parallel.microbatch_size, model.seq_len
-        dtype = torch.bfloat16 if self.variant.bfloat16 in ("policy", "masters") else torch.float32
+        dtype = torch.bfloat16 if self.variant.bfloat16 == "masters" else torch.float32
         h = torch.empty(b, s, model.hidden, dtype=dtype, device="meta", requires_grad=True)
         ids = torch.empty(b, s, dtype=torch.int64, device="meta")
         logits = torch.empty(b, s, model.vocab, dtype=dtype, device="meta", requires_grad=True)

@@ -36,7 +36,8 @@ from zeropp_ray.schedule import RECOMPUTE, REDUCE, Costs, compile_program, resol
     type=float,
     default=0.0,
     help="Most live activations, in whole-stage micro-batches: a chunk's counts 1/V from its forward to its weight "
-    "gradient, if it is recomputed from its second forward on. 0: largest unit + P/V; 2P/V with --recompute.",
+    "gradient, if it is recomputed from its second forward on. 0: largest unit + P/V, or 2P/V "
+    "with --recompute; the least for one stage.",
 )
 @click.option(
     "--prefetch", is_flag=True, help="Gather the next chunk just ahead of its phase, so that two are resident."

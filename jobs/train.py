@@ -168,18 +168,9 @@ def _with_text(config: RunConfig) -> tuple[RunConfig, str]:
 
 def _show_plan(config: RunConfig, source: str, resume: Checkpoint | None = None) -> None:
     """What the run would be, with all checks of a real one; ``resume``: the checkpoint that it would go on from."""
-    from zeropp_ray.checkpoint.resume import check_same_data, check_same_parameters, identity_of
-    from zeropp_ray.data.corpus import load_corpus
-    from zeropp_ray.models.hf import initial_weights
-    from zeropp_ray.planner.plan import make_plan
+    from actors.run import planned
 
-    plan = make_plan(config)
-    corpus = load_corpus(config, plan.description.vocab)
-    if resume is not None:
-        check_same_parameters(resume, plan.description.shapes, plan.description.frozen)
-        check_same_data(resume, identity_of(corpus))
-    else:
-        initial_weights(config)  # their names and sizes are checked
+    plan, _ = planned(config, resume)
     click.echo(plan_table(plan.table(config), config, source))
 
 

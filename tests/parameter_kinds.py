@@ -382,6 +382,23 @@ def encoder_layer(depth: int) -> nn.Module:
     return Net(depth, lambda: nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
 
 
+def encoder_layer_in_eval_mode(depth: int) -> nn.Module:
+    """Which torch runs by another kernel where no gradient is wanted."""
+    return encoder_layer(depth).eval()
+
+
+def in_bf16_alone(depth: int) -> nn.Module:
+    """Hands on bf16 whatever its weights are in, so that it cannot be tried in fp32."""
+    model = Net(depth)
+    model.embed = nn.Sequential(model.embed, Narrow())
+    return model
+
+
+class Narrow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16()
+
+
 def recurrent(depth: int) -> nn.Module:
     return Net(depth, Recurrent)
 

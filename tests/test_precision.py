@@ -12,10 +12,11 @@ import torch
 from actors.driver import Run
 from actors.folder import RunFolder
 from tests import harness, reference, sabotage
+from tests.saved import saved_run
 from tests.test_parameter_kinds import of
 from tests.test_parity import TOLERANCE, assert_counts, configuration, differences, plain, samples_of
 from tests.test_zero1 import STEPS, changed, trained
-from zeropp_ray.checkpoint.reader import load_model, open_checkpoint
+from zeropp_ray.checkpoint.reader import latest, load_model, open_checkpoint
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.evaluation import Windows, evaluate
 from zeropp_ray.metrics import kinds
@@ -203,3 +204,11 @@ def test_a_processor_without_bf16_is_told_before_the_first_step(monkeypatch, tim
             "train.dtype = 'bfloat16': a matrix product takes 400 times as long as in float32 at stage 1"
         )
     assert not list(Run(configuration(2, 1), None, RunFolder(Path(), Path(), ""))._remarks())
+
+
+def test_a_checkpoint_of_a_model_that_is_valid_in_bf16_alone_loads(tmp_path):
+    config = kind_in_bf16("in_bf16_alone", 1, 1)
+    saved_run(tmp_path, config)
+    model = load_model(latest(tmp_path), BF16)
+    ids = torch.zeros(1, config.model.seq_len, dtype=torch.int64)
+    assert model.embed(ids).dtype == torch.bfloat16

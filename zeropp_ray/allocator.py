@@ -1,8 +1,8 @@
 """Freed tensor memory stays with the process, on CPU.
 
 A step frees and takes the same megabytes over and over. glibc gives them back to the system in between, and every page
-that is touched again is a page fault: 49,000 in a step of 4,096 tokens of a model of 6M parameters, which is 2 to 3% of
-its time; with this there are next to none.
+that is touched again is a page fault: 49,000 in a step of 4,096 tokens of a model of 6M parameters. With this it had
+5,700, and took 2% less processor time.
 """
 
 from __future__ import annotations

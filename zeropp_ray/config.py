@@ -228,7 +228,9 @@ class ParallelSection(_Section):
     microbatch_size: int = setting(2, "b: size of a micro-batch; a step takes N*b*F*R", "sequences")
     unit: int = setting(0, "U: least size of a scheduling unit, from P to N; 0: min(N, 2P)", "micro-batches")
     memory_limit: float = setting(
-        0.0, "live activations of a stage; 0: largest unit + P/V; 2P/V with recompute", "micro-batches"
+        0.0,
+        "live activations of a stage; 0: largest unit + P/V, with recompute 2P/V; P = 1: the least",
+        "micro-batches",
     )
     prefetch: bool = setting(False, "gather the next chunk ahead of its use; two are then resident at a time")
     recompute: str = setting("none", "whose forwards run again instead of keeping activations: none, full, selective")

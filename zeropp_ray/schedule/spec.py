@@ -129,7 +129,7 @@ def resolve(
     Args:
         stages, chunks, microbatches: ``P``, ``V``, ``N``, each at least 1, with ``N ≥ P``.
         unit: the least unit size ``U``, ``P ≤ U ≤ N``; 0 takes ``min(N, 2P)``.
-        memory_limit: live activations in whole-stage micro-batches; 0 takes ``u + P/V``, with recomputation ``2P/V``.
+        memory_limit: live activations in whole-stage micro-batches; 0 takes ``default_limit`` (units.py).
         costs: per model chunk; None takes 1, 1, 1, 0. ``RF`` costs what ``F`` does.
         recompute, reduce: one of :data:`RECOMPUTE`, and of :data:`REDUCE`.
         name: how an error calls a field; the default names the key of the run configuration.
