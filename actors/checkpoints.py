@@ -33,6 +33,7 @@ Call = Callable[..., list[Any]]
 
 TRIES = 3  # of the last save, which no later one makes up for
 AGAIN_S = 1.0  # between them
+SLOW_S = 10.0  # a save that takes longer is told if the next one has to wait for it
 
 
 class Checkpoints:
@@ -41,10 +42,11 @@ class Checkpoints:
     def __init__(self, config: RunConfig, run: Path, units: list[int], data: dict[str, Any], saved: int) -> None:
         self._config, self._units, self._data = config, units, data
         self._id, self._folder = run_id.read(run), run / CHECKPOINTS
-        self._last_time = time.monotonic()
+        self._last_time = time.monotonic()  # of the last begin or end of a save
         self._saving: tuple[Progress, Path, list[Any]] | None = None
         self.saved_step = saved  # newest step that is on disk; 0: none
         self._begun = saved  # step of the last save that was begun
+        self._overdue = self._told = False  # whether the next one waits for it, and whether that was told
         self._failure = ""  # of the last save that failed
         self._finishing = False
         self.blocked_s: list[float] = []  # how long the members' main threads stood still for each
@@ -67,25 +69,26 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         """Whether to save after ``step``."""
         every = self._config.checkpoint
-        if self._saving is not None:
-            return False
         by_time = every.every_minutes and time.monotonic() - self._last_time >= every.every_minutes * 60
         by_steps = every.every_steps and step // every.every_steps > self._begun // every.every_steps
-        return bool(by_time or by_steps)
+        due = bool(by_time or by_steps)
+        if self._saving is None:
+            return due
+        self._overdue |= due
+        return False
 
     def begin(self, progress: Progress, call: Call) -> list[Event]:
         """Have all members copy their committed state; they write while training goes on. ``call`` waits for a call at
         all of them.
         """
         assert self._saving is None
-        self._begun = progress.step
+        self._begun, self._last_time, self._overdue, self._told = progress.step, time.monotonic(), False, False
         start = time.perf_counter()
         partial = self._folder / f".{folder_name(progress.step)}"
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         except OSError as error:
-            self._last_time = time.monotonic()
             return [self._failed(progress, str(error))]
         self._saving = progress, partial, call("snapshot", partial)
         self.blocked_s.append(time.perf_counter() - start)
@@ -97,7 +100,7 @@ class Checkpoints:
             return []
         progress, partial, files = self._saving
         if ray.wait(files, num_returns=len(files), timeout=None if wait else 0)[1]:
-            return []
+            return self._slow(progress)
         self._saving = None
         self._last_time = time.monotonic()
         try:
@@ -126,6 +129,16 @@ class Checkpoints:
             del self._own[keep:]
         return [{"kind": "checkpoint", "step": progress.step, "path": str(final)}]
 
+    def give_up(self) -> None:
+        """Forget the save under way: members were lost."""
+        if self._saving is not None:
+            shutil.rmtree(self._saving[1], ignore_errors=True)
+            self._saving, self._begun = None, self.saved_step
+
+    def went_back(self, step: int) -> None:
+        """The run goes on from the checkpoint of ``step``, since newer ones are no good."""
+        self.saved_step = self._begun = step
+
     def finish(self, progress: Progress, call: Call) -> Iterator[Event]:
         """Save the end of the run unless it is saved, by trying several times."""
         self._finishing = True
@@ -149,6 +162,15 @@ class Checkpoints:
         return (
             f"{text}; the newest good checkpoint is {newest}, go on with: zeropp train --resume {shlex.quote(str(run))}"
         )
+
+    def _slow(self, progress: Progress) -> list[Event]:
+        """Once in a save that takes long and has the next one wait."""
+        seconds = time.monotonic() - self._last_time
+        if self._told or not self._overdue or seconds < SLOW_S:
+            return []
+        self._told = True
+        text = f"checkpoint of step {progress.step} is still being written after {seconds:.0f} s: the next one waits"
+        return [{"kind": "log", "text": text}]
 
     def _failed(self, progress: Progress, cause: str) -> Event:
         self._failure = cause

@@ -1,84 +1,231 @@
-"""From failed references to one cause: the first real error, not the cascade of lost peers behind it."""
+"""Calls to all members, watched: from failed references and signs of life to one cause, the first real one and not the
+cascade of lost peers behind it.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from actors.progress import Position
+from actors.folder import RunFolder
+from actors.health import PATIENCE, all_wait, standing_still
+from actors.nodes import Nodes, Place, Sight
+from actors.progress import BETWEEN, EVALUATION, START, STARTING, Position
 from actors.stage_group import MemberHandle
+from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import MemberError, ZeroppError
+from zeropp_ray.layout import Member
 from zeropp_ray.schedule import Action
 
-SETTLE_S = 1.0  # how long the other members' outcomes are waited for; Ray notices a killed process in 0.02 to 0.04 s
+Event = dict[str, Any]
+Programs = Sequence[Sequence[Action]]
+
+SETTLE_S = 1.0  # how long a death behind lost peers is waited for; Ray notices a killed process in 0.02 to 0.04 s
+TICK_S = 0.5  # how often signs of life are looked for, at most: shorter steps never are
 LATE_S = 30.0  # how long after the transfers' own time limit a call is given up
 
-Where = Callable[[MemberHandle], Position | None]
 
+class MemberFault(ZeroppError):
+    """A call to the members failed. The text is the run's error if it ends for that.
 
-def collect(
-    members: Sequence[MemberHandle],
-    calls: list[Any],
-    *,
-    timeout_s: float,
-    where: Where,
-    programs: Sequence[Sequence[Action]],
-) -> list[Any]:
-    """The results of one call per member, in member order.
-
-    Raises ZeroppError with the one cause as soon as any call fails, and when they take longer than ``timeout_s`` and
-    :data:`LATE_S`. ``programs``: of the step at hand, by stage, to name the instruction a member was in.
+    ``cause``: death, stop, hang, node, slow, error (a member raised something) or disconnect (a connection broke, with
+    all members alive). ``lost``: the members that need a successor. ``at`` and ``evidence``: in words. ``trace``: of an
+    error, for the log. ``noticed_s``: how long ago the first of the lost was last seen to live; it was hit after that.
     """
-    try:
-        return ray.get(calls, timeout=timeout_s + LATE_S)
-    except GetTimeoutError:
+
+    def __init__(
+        self,
+        text: str,
+        cause: str,
+        lost: Sequence[Member] = (),
+        *,
+        at: str = "",
+        evidence: str = "",
+        trace: str = "",
+        noticed_s: float | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.cause, self.lost, self.at, self.evidence, self.trace = cause, tuple(lost), at, evidence, trace
+        self.noticed_s = noticed_s
+
+
+class Watch:
+    """Waits for calls to members and says what went wrong."""
+
+    def __init__(self, config: RunConfig, members: list[MemberHandle], nodes: Nodes, folder: RunFolder) -> None:
+        """``members``: as they are at any time."""
+        self._config, self._members, self._nodes, self._folder = config, members, nodes, folder
+        self._suspected: set[Member] = set()
+        self.longest_step_s = 0.0  # that was seen; 0: none yet
+
+    def collect(self, calls: list[Any], *, timeout_s: float, programs: Programs) -> Generator[Event, None, list[Any]]:
+        """The results of one call per member, in member order; on the way events about members that stand still.
+
+        Raises MemberFault with the one cause as soon as any call fails, when a member stands still for too long, and
+        when all take longer than ``timeout_s`` and :data:`LATE_S`. ``programs``: of the step at hand, by stage, to name
+        the instruction a member was in.
+        """
+        began = time.monotonic()
+        tick = min(TICK_S, self._config.recovery.suspect_s / 2)
+        while True:
+            try:
+                return ray.get(calls, timeout=tick)
+            except GetTimeoutError:
+                yield from self._check(calls, programs)
+                if time.monotonic() - began > timeout_s + LATE_S:
+                    raise self._late(calls, timeout_s, programs) from None
+            except RayError:
+                raise self._diagnose(calls, programs) from None
+
+    def describe(self, member: MemberHandle, programs: Programs) -> str:
+        """``step 7 at 1B3 (instruction 40 of 96)``."""
+        return _describe(member.me, _at(self._sights([member])[member.me]), programs)
+
+    def without_life(self, members: Sequence[MemberHandle]) -> set[Member]:
+        """Those of ``members`` that have given no sign of life for ``recovery.hang_s``."""
+        limit = self._config.recovery.hang_s
+        return {each.member for each in standing_still(self._sights(members), set(), limit, math.inf)}
+
+    # -- signs of life ------------------------------------------------------------------------------------------------
+
+    def _sights(self, members: Sequence[MemberHandle]) -> dict[Member, Sight | None]:
+        by_node: dict[str, list[MemberHandle]] = {}
+        sights: dict[Member, Sight | None] = {}
+        for member in members:
+            if member.identity is None:
+                sights[member.me] = Sight(STARTING, stopped=False)
+            else:
+                by_node.setdefault(member.identity.node_id, []).append(member)
+        for node, here in by_node.items():
+            places = [Place(m.identity.pid, m.identity.started, self._folder.progress_of(m.me)) for m in here]  # type: ignore[union-attr]
+            seen = self._nodes.look(node, places)
+            sights |= {member.me: seen[i] if seen else None for i, member in enumerate(here)}
+        return sights
+
+    def _check(self, calls: list[Any], programs: Programs) -> Generator[Event, None, None]:
+        limits = self._config.recovery
         waiting = set(ray.wait(calls, num_returns=len(calls), timeout=0)[1])
-        hung = [member for member, call in zip(members, calls, strict=True) if call in waiting]
-        stages = "; ".join(f"{member} is in {describe(member, where(member), programs)}" for member in hung)
-        raise ZeroppError(f"no answer within {timeout_s + LATE_S:g} s: {stages}") from None
-    except (RayActorError, RayTaskError):
-        raise diagnose(members, calls, where, programs) from None
+        busy = {member.me for member, call in zip(self._members, calls, strict=True) if call in waiting}
+        sights = self._sights(self._members)
+        # One instruction may take long in a large model; what it takes is known once a step was seen.
+        longest = PATIENCE * self.longest_step_s if self.longest_step_s else self._config.resources.step_timeout_s
+        stuck = standing_still(sights, busy, limits.hang_s, max(limits.hang_s, longest))
+        if stuck:
+            by_me = {member.me: member for member in self._members}
+            seen = {each.member: each for each in stuck}
+            places = {me: _describe(me, _at(sights[me]), programs) for me in seen}
+            texts = [f"{by_me[me]} stands still in {places[me]}: {each.evidence}" for me, each in seen.items()]
+            first = stuck[0]
+            raise MemberFault(
+                "; ".join(texts),
+                first.cause,
+                list(seen),
+                at=places[first.member],
+                evidence=first.evidence,
+                noticed_s=_silent_s(sights[first.member]),
+            )
+        if lost := all_wait(sights, busy, max(limits.hang_s, longest)):
+            raise MemberFault(f"a connection is broken: {lost}", "disconnect", at=_step_of(sights), evidence=lost)
+        suspects = standing_still(sights, busy, limits.suspect_s, max(limits.suspect_s, longest))
+        for each in suspects:
+            if each.member not in self._suspected:
+                where = _describe(each.member, _at(sights[each.member]), programs)
+                more = f"it is replaced after {limits.hang_s:g} s" if limits.enabled else "the run waits"
+                yield {"kind": "log", "text": f"{each.member} stands still in {where}: {each.evidence}; {more}"}
+        self._suspected = {each.member for each in suspects}
+
+    # -- causes -------------------------------------------------------------------------------------------------------
+
+    def _late(self, calls: list[Any], timeout_s: float, programs: Programs) -> MemberFault:
+        waiting = set(ray.wait(calls, num_returns=len(calls), timeout=0)[1])
+        busy = [member for member, call in zip(self._members, calls, strict=True) if call in waiting]
+        sights = self._sights(busy)
+        blamed = [m.me for m in busy if not (_at(sights[m.me]) or STARTING).waiting]
+        places = "; ".join(
+            f"{member} is in {_describe(member.me, _at(sights[member.me]), programs)}" for member in busy
+        )
+        text = f"no answer within {timeout_s + LATE_S:g} s: {places}"
+        return MemberFault(text, "hang" if blamed else "disconnect", blamed, at=_step_of(sights), evidence=text)
+
+    def _diagnose(self, calls: list[Any], programs: Programs) -> MemberFault:
+        """The cause behind the first failed call: a dead member before an error of its own before a lost peer."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            ready, waiting = ray.wait(calls, num_returns=len(calls), timeout=0.02)
+            failures = {
+                member.me: (member, failure)
+                for member, call in zip(self._members, calls, strict=True)
+                if call in ready and (failure := _failure(call)) is not None
+            }
+            dead = [member for member, failure in failures.values() if _is_death(failure)]
+            own = [each for each in failures.values() if not _peer_lost(each[1])]
+            if own or not waiting or time.monotonic() > deadline:
+                break
+        if dead:
+            sights = self._sights(dead)
+            places = {me: _describe(me, _at(sight), programs) for me, sight in sights.items()}
+            texts = "; ".join(f"{member} died in {places[member.me]}" for member in dead)
+            why, first = "its process was killed or crashed", dead[0].me
+            return MemberFault(
+                f"{texts}: {why}",
+                "death",
+                list(places),
+                at=places[first],
+                evidence=why,
+                noticed_s=_silent_s(sights[first]),
+            )
+        member, error = (own or list(failures.values()))[0]
+        place, trace = self.describe(member, programs), _trace(calls)
+        if _peer_lost(error):
+            why = "a connection broke, and all members are alive"
+            return MemberFault(f"{error}: {why}", "disconnect", at=place, evidence=f"{why}: {error}", trace=trace)
+        if isinstance(error, ZeroppError):
+            trace = getattr(error, "trace", "") or trace
+            return MemberFault(str(error), "error", at=place, evidence=str(error), trace=trace)
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return MemberFault(f"{member} failed in {place}: {text}", "error", at=place, evidence=text, trace=trace)
 
 
-def describe(member: MemberHandle, at: Position | None, programs: Sequence[Sequence[Action]]) -> str:
-    """``step 7 at 1B3 (instruction 40 of 96)``."""
+def _at(sight: Sight | None) -> Position | None:
+    return None if sight is None else sight.at or STARTING
+
+
+def _silent_s(sight: Sight | None) -> float | None:
+    """How long ago a member last gave a sign of life."""
+    at = _at(sight)
+    return None if at is None else min(at.age_s, at.beat_age_s)
+
+
+def _describe(me: Member, at: Position | None, programs: Programs) -> str:
     if at is None:
         return "a place that is not known (its node is gone)"
-    if at.step == 0:
+    if at.step == START:
         return "its start, before the first step"
-    step = "the evaluation" if at.step < 0 else f"step {at.step}"
-    program = programs[member.me.p]
+    if at.step == BETWEEN:
+        return "what comes between steps"
+    step = "the evaluation" if at.step == EVALUATION else f"step {at.step}"
+    program = programs[me.p]
     if at.position >= len(program):
         return f"{step}, after its last instruction"
     return f"{step} at {program[at.position]} (instruction {at.position + 1} of {len(program)})"
 
 
-def diagnose(
-    members: Sequence[MemberHandle], calls: list[Any], where: Where, programs: Sequence[Sequence[Action]]
-) -> ZeroppError:
-    """The cause behind the first failed call: a dead member before an error of its own before a lost peer."""
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        ready, waiting = ray.wait(calls, num_returns=len(calls), timeout=0.1)
-        failures = {member.me: _failure(call) for member, call in zip(members, calls, strict=True) if call in ready}
-        dead = [member for member in members if isinstance(failures.get(member.me), RayActorError)]
-        if dead or not waiting or time.monotonic() > deadline:
-            break
-    if dead:
-        places = "; ".join(f"{member} died in {describe(member, where(member), programs)}" for member in dead)
-        return ZeroppError(f"{places}: its process was killed or crashed")
-    failed = [error for error in failures.values() if error is not None]
-    own = [error for error in failed if not (isinstance(error, MemberError) and error.peer_lost)]
-    first = (own or failed)[0]
-    if isinstance(first, ZeroppError):
-        return first
-    member = next(member for member in members if failures.get(member.me) is first)
-    text = " ".join(f"{type(first).__name__}: {first}".split())
-    return MemberError(f"{member} failed in {describe(member, where(member), programs)}: {text}", trace=_trace(calls))
+def _step_of(sights: Mapping[Member, Sight | None]) -> str:
+    steps = [sight.at.step for sight in sights.values() if sight is not None and sight.at is not None]
+    return f"step {max(steps)}" if steps and max(steps) > 0 else "no step"
+
+
+def _is_death(failure: BaseException) -> bool:
+    return isinstance(failure, RayError) and not isinstance(failure, RayTaskError)
+
+
+def _peer_lost(error: BaseException) -> bool:
+    return isinstance(error, MemberError) and error.peer_lost
 
 
 def _trace(calls: list[Any]) -> str:
@@ -99,6 +246,6 @@ def _failure(call: Any) -> BaseException | None:
         ray.get(call)
     except RayTaskError as error:
         return error.cause if isinstance(error.cause, BaseException) else error
-    except RayActorError as error:
+    except RayError as error:
         return error
     return None

@@ -1,7 +1,8 @@
 """Who may write a run's folder: one job process at a time, and one driver, the job's own.
 
 Both hold a lock on a file, which the system takes back when the process ends, however it ends. They are two because a
-driver outlives a job that was killed by seconds, and goes on saving and removing checkpoints for as long.
+driver outlives a job that was killed by seconds, and goes on saving and removing checkpoints for as long; and because a
+job starts another driver when its own died.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -19,7 +20,8 @@ from typing import TextIO
 from zeropp_ray.errors import ConfigError, ZeroppError
 
 JOB, DRIVER = ".lock", ".driver.lock"
-DRIVER_S = 60.0  # how long the driver of a job that was killed may live on
+DRIVER_S = 60.0  # how long the driver of a job that was killed, or a dead driver's process, may live on
+LATE_S = 2.0  # how long one may look who holds the run, and find that it comes too late
 
 
 @contextmanager
@@ -34,7 +36,8 @@ def only_job(run: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now()}")
         lock.flush()
-        _wait_for_driver(run)
+        if not without_driver(run):
+            raise ConfigError(f"{run}: the driver of a job that was killed still writes there; end its process")
         yield
 
 
@@ -50,22 +53,30 @@ def holder(run: Path) -> str:
 def only_driver(run: Path, job: str) -> Iterator[None]:
     """Hold the run for the driver that ``job``, a :func:`holder`, started.
 
-    ZeroppError if that one was killed and another job holds the run by now.
+    ZeroppError if another driver holds it, or that job was killed and another one holds the run by now.
     """
     with _opened(run / DRIVER) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _taken(lock, LATE_S):
+            raise ZeroppError(f"{run}: is trained by another driver ({last_driver(run)})")
         if holder(run) != job:
             raise ZeroppError(f"{run}: is trained by another job by now ({holder(run)})")
+        with suppress(OSError):  # of a full disk
+            os.truncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"driver (process {os.getpid()} on {socket.gethostname()})".encode())
         yield
 
 
-def _wait_for_driver(run: Path) -> None:
-    deadline = time.monotonic() + DRIVER_S
+def last_driver(run: Path) -> str:
+    """The driver of the run, or the last there was, in words."""
+    with suppress(OSError):
+        return (run / DRIVER).read_text(encoding="utf-8") or "driver"
+    return "driver"
+
+
+def without_driver(run: Path) -> bool:
+    """Wait until no driver holds the run; False if that takes longer than :data:`DRIVER_S`."""
     with _opened(run / DRIVER) as lock:
-        while not _taken(lock):
-            if time.monotonic() > deadline:
-                raise ConfigError(f"{run}: the driver of a job that was killed still writes there; end its process")
-            time.sleep(0.1)
+        return _taken(lock, DRIVER_S)
 
 
 def _opened(path: Path) -> TextIO:
@@ -75,9 +86,14 @@ def _opened(path: Path) -> TextIO:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def _taken(lock: TextIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _taken(lock: TextIO, within_s: float = 0.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        else:
+            return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,24 +34,38 @@ class Record:
         self._skipped, self._reason = progress.step - progress.commits, ""
         self._seconds: list[float] = []
         self._own: list[tuple[float, float]] = []  # the driver's process time and its blocked time, of each step
-
+        self.step = progress.step  # the newest that was recorded
+        self._evaluated = {line["step"] for line in lines if "validation_loss" in line}
+        self._began_run = time.perf_counter()
+        self._recoveries: list[Event] = []
         self._memory: dict[str, Any] | None = None
 
     def begin_step(self) -> None:
         self._began = time.perf_counter(), time.process_time()
 
-    def committed(self, decision: Any, lr: float, busiest_s: float, steps: int) -> Event:
-        """Record a step; the event for whoever watches. ``busiest_s``: the longest that a member worked on it."""
+    def committed(self, decision: Any, lr: float, busiest_s: float, steps: int) -> Iterator[Event]:
+        """Record a step; the events for whoever watches. ``busiest_s``: the longest that a member worked on it.
+
+        A step that is taken again after a fault is not recorded again: it must come to the same.
+        """
         seconds, process_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+        loss = _finite(decision.loss)
+        if decision.step <= self.step:
+            before = self._losses[decision.step - 1]
+            if loss != before:
+                text = f"step {decision.step} came to another loss when it was taken again: {loss}, {before} before"
+                yield {"kind": "log", "text": text}
+            return
+        self.step = decision.step
         self._seconds.append(seconds)
         self._own.append((process_s, seconds - busiest_s))
-        self._losses.append(_finite(decision.loss))
+        self._losses.append(loss)
         self._tokens += decision.tokens
         self._committed += decision.commit
         self._skipped += not decision.commit
         line = {
             "step": decision.step,
-            "loss": _finite(decision.loss),
+            "loss": loss,
             "tokens": self._tokens,
             "tokens_per_s": decision.tokens / seconds,
             "grad_norm": _finite(decision.grad_norm),
@@ -60,10 +76,19 @@ class Record:
         if decision.reason:
             line["reason"] = self._reason = decision.reason
         self._write(line)
-        return {"kind": "step", "steps": steps, "driver_process_s": process_s, **line}
+        yield {"kind": "step", "steps": steps, "driver_process_s": process_s, **line}
+
+    def recovered(self, event: Event) -> None:
+        """Count a recovery."""
+        self._recoveries.append(event)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the evaluation after ``step`` is recorded."""
+        return step in self._evaluated
 
     def evaluated(self, step: int, validation_loss: float) -> Event:
         line = {"step": step, "validation_loss": _finite(validation_loss)}
+        self._evaluated.add(step)
         self._write(line)
         return {"kind": "eval", **line}
 
@@ -98,7 +123,7 @@ class Record:
         counts = total.as_dict()
         settled = self._own[1:] or self._own  # the first step warms up
         summary = {
-            "version": 2,
+            "version": 3,
             "outcome": "failed" if error else "done",
             "error": error or None,
             "steps": len(self._losses),
@@ -120,6 +145,9 @@ class Record:
             "peak_resident_elements": [report.measured.peak_resident_elements for report in reports],
             "peak_open_gradient_buffers": [report.peak_open_gradient_buffers for report in reports],
             "memory": self._memory,
+            "recoveries": dict(Counter(event["cause"] for event in self._recoveries)),
+            "replayed_steps": sum(event["replayed"] for event in self._recoveries),
+            "effective_share": sum(self._seconds) / (time.perf_counter() - self._began_run),
             "checkpoint": f"{CHECKPOINTS}/{folder_name(checkpoints.saved_step)}"
             if checkpoints.saved_step > 0
             else None,

@@ -11,22 +11,25 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from actors.events import append_end
 from actors.folder import RunFolder
 from actors.locks import holder
 from actors.processes import running
 from actors.stopping import REPEAT_S, StopSignals, interrupt
 from zeropp_ray.checkpoint import run_id
+from zeropp_ray.checkpoint.manifest import folders
 from zeropp_ray.checkpoint.reader import Checkpoint
 from zeropp_ray.checkpoint.resume import check_same_data, check_same_parameters, identity_of
 from zeropp_ray.config import RunConfig
 from zeropp_ray.data.corpus import Corpus, load_corpus
-from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
+from zeropp_ray.errors import ConfigError, NoProgress, Stopped, ZeroppError
 from zeropp_ray.evaluation import Loss, Request
+from zeropp_ray.faults import Fault
 from zeropp_ray.models.hf import foreign_tokenizer, initial_weights
 from zeropp_ray.planner.plan import Plan, make_plan
 
@@ -59,15 +62,18 @@ def run_training(
     on_event: Callable[[Event], None],
     resume: Checkpoint | None = None,
     stop: StopSignals | None = None,
+    inject: Sequence[Fault] = (),
 ) -> dict[str, Any]:
     """Train and return the summary. ``address`` None starts a cluster on this machine, and ends it afterwards.
 
     ``resume``: the checkpoint to go on from. ``stop``: the signals that stop the run after the step at hand, with a
     checkpoint; a second one ends it at once, and so does the first before a step has begun.
+    ``inject``: faults to put in. A driver that dies is followed by another, as ``config.recovery`` allows.
 
     Raises ConfigError before anything is started if the run cannot work, ZeroppError with the cause if it failed,
-    Stopped if it was asked to stop and is saved, KeyboardInterrupt if it was ended at once. A run that has all its
-    steps, but is not saved or learned nothing, returns with ``error`` in its summary.
+    NoProgress if recoveries brought it no further, Stopped if it stopped early and is saved, KeyboardInterrupt if it
+    was ended at once. A run that has all its steps, but is not saved or learned nothing, returns with ``error`` in its
+    summary.
     """
     stop = stop or StopSignals()
     stop.hand_to(interrupt)
@@ -86,7 +92,8 @@ def run_training(
         folder = RunFolder(run_dir.resolve(), scratch, str(Path.cwd()), checkpoint, job=holder(run_dir))
         stop.listen()
         stop.hand_to(interrupt)
-        return _drive(config, plan, folder, data, on_event, stop)
+        begun = resume.step if resume else 0
+        return _recorded(run_dir, lambda: _drive(config, plan, folder, data, on_event, stop, begun, inject))
 
 
 def run_evaluation(config: RunConfig, checkpoint: Checkpoint, text: Request, *, address: str | None) -> Loss:
@@ -204,7 +211,34 @@ def _drive(
     data: dict[str, Any],
     on_event: Callable[[Event], None],
     stop: StopSignals,
+    begun: int,
+    inject: Sequence[Fault],
 ) -> dict[str, Any]:
+    """Follow a driver to the end of the run, and after one that dies another. ``begun``: the step it goes on from."""
+    from actors.supervisor import DriverDied, Supervisor
+
+    supervisor = Supervisor(config, folder, begun, on_event)
+    try:
+        while True:
+            try:
+                with _driver() as driver:
+                    run = driver.run.options(num_returns="streaming")
+                    batches = run.remote(config.to_dict(), plan, supervisor.folder, data, inject)
+                    return _follow(batches, folder, on_event, stop, supervisor.started)
+            except DriverDied:
+                supervisor.died()
+    finally:
+        stop.hand_to(lambda: None)  # there is only left to tidy up
+
+
+def _follow(
+    batches: Any,
+    folder: RunFolder,
+    on_event: Callable[[Event], None],
+    stop: StopSignals,
+    started: Callable[[], None],
+) -> dict[str, Any]:
+    """Pass on what a driver tells, up to its last word: the summary, or what is raised."""
     import ray
 
     def ask() -> None:
@@ -212,23 +246,20 @@ def _drive(
         more = f"once more, {REPEAT_S:g} s later or more, ends the run at once"
         on_event({"kind": "log", "text": f"stopping after this step, with a checkpoint; {more}"})
 
-    with _driver() as driver:
-        try:
-            for batch in driver.run.options(num_returns="streaming").remote(config.to_dict(), plan, folder, data):
-                for event in ray.get(batch):
-                    if event["kind"] == "started":
-                        stop.hand_to(ask)
-                    elif event["kind"] == "done":
-                        return event["summary"]
-                    elif event["kind"] == "failed":
-                        print(event["trace"], file=sys.stderr)  # the log, under a command
-                        raise ZeroppError(event["error"])
-                    elif event["kind"] == "stopped":
-                        raise _stopped(event, folder.path)
-                    else:
-                        on_event(event)
-        finally:
-            stop.hand_to(lambda: None)  # there is only left to tidy up
+    for batch in batches:
+        for event in ray.get(batch):
+            if event["kind"] == "started":
+                started()
+                stop.hand_to(ask)
+            elif event["kind"] == "done":
+                return event["summary"]
+            elif event["kind"] == "failed":
+                print(event["trace"], file=sys.stderr)  # the log, under a command
+                raise _failed(event)
+            elif event["kind"] == "stopped":
+                raise _stopped(event, folder.path)
+            else:
+                on_event(event)
     raise AssertionError("the driver ended without a word")
 
 
@@ -239,6 +270,7 @@ def _driver() -> Iterator[Any]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from actors.driver import RunDriver
+    from actors.supervisor import DriverDied
 
     # On this node: the run's folder and the request to stop are files here.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -246,9 +278,7 @@ def _driver() -> Iterator[Any]:
     try:
         yield driver
     except ray.exceptions.RayActorError as error:
-        raise ZeroppError(
-            "the driver of the run died (its process was killed or crashed); the members went with it"
-        ) from error
+        raise DriverDied("the driver died: its process was killed or crashed; the members went with it") from error
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ZeroppError):
             raise ZeroppError(str(error.cause)) from error
@@ -257,11 +287,34 @@ def _driver() -> Iterator[Any]:
         ray.kill(driver, no_restart=True)
 
 
+def _failed(event: Event) -> ZeroppError:
+    kind = NoProgress if event.get("exit_code") == NoProgress.exit_code else ZeroppError
+    return kind(event["error"])
+
+
 def _stopped(event: Event, run: Path) -> BaseException:
+    """``event["why"]``: what the driver stopped for if nobody asked for it, in words."""
+    stopped = f"stopped because {why}" if (why := event.get("why")) else "stopped"
     if not event["step"]:
-        return KeyboardInterrupt()
+        return ZeroppError(f"{stopped}, before the first step") if why else KeyboardInterrupt()
     if event["error"]:
-        return ZeroppError(f"stopped; {event['error']}")
-    return Stopped(
-        f"stopped after step {event['step']}, which is saved; go on with: zeropp train --resume {shlex.quote(str(run))}"
-    )
+        return ZeroppError(f"{stopped}; {event['error']}")
+    after = f"after step {event['step']}, which is saved"
+    return Stopped(f"{stopped} {after}; go on with: zeropp train --resume {shlex.quote(str(run))}")
+
+
+def _recorded(run: Path, drive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``drive`` returns or raises, once the run's events say how it ended."""
+    try:
+        summary = drive()
+    except KeyboardInterrupt:
+        saved = next(folders(run), None) is not None
+        append_end(run, "interrupted", Stopped.exit_code if saved else ZeroppError.exit_code)
+        raise
+    except Exception as error:
+        code = getattr(error, "exit_code", ZeroppError.exit_code)
+        append_end(run, "stopped" if isinstance(error, Stopped) else "failed", code, str(error))
+        raise
+    error = summary["error"]
+    append_end(run, "failed" if error else "done", ZeroppError.exit_code if error else 0, error or "")
+    return summary

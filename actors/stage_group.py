@@ -1,4 +1,4 @@
-"""A stage as the driver sees it: the actors of its members, started, called and ended together."""
+"""A stage as the driver sees it: the actors of its members, started, called, replaced and ended together."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from zeropp_ray.layout import Member
 
 @dataclass
 class MemberHandle:
-    """One member's actor and, once it has said so, its process."""
+    """One member's actor, its bundle in the placement group and, once it has said so, its process."""
 
     me: Member
     actor: Any
+    bundle: int = 0
     identity: Identity | None = None
 
     def __str__(self) -> str:
         process = "" if self.identity is None else f" (process {self.identity.pid} on {self.identity.host})"
         return f"{self.me}{process}"
+
+
+def start_worker(group: PlacementGroup, bundle: int, cpus: float) -> Any:
+    """An actor in ``bundle`` of ``group``. It is not a member yet."""
+    place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+    return StageWorker.options(num_cpus=cpus, scheduling_strategy=place).remote()  # type: ignore[attr-defined]
 
 
 class StageGroup:
@@ -33,22 +40,7 @@ class StageGroup:
     def __init__(self, index: int, members: Iterable[tuple[Member, int]], group: PlacementGroup, cpus: float) -> None:
         """``members``: each with its bundle in ``group``."""
         self.index = index
-        self.members = [
-            MemberHandle(
-                me,
-                StageWorker.options(  # type: ignore[attr-defined]
-                    num_cpus=cpus,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        placement_group=group, placement_group_bundle_index=bundle
-                    ),
-                ).remote(me),
-            )
-            for me, bundle in members
-        ]
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Start ``method`` at every member; the references in member order."""
-        return [getattr(member.actor, method).remote(*arguments) for member in self.members]
+        self.members = [MemberHandle(me, start_worker(group, bundle, cpus), bundle) for me, bundle in members]
 
     def kill(self) -> None:
         for member in self.members:

@@ -5,39 +5,73 @@ from __future__ import annotations
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from actors.folder import RunFolder
-from actors.progress import Position, ProgressFile, read_progress
+from actors.processes import started_at
+from actors.progress import BETWEEN, EVALUATION, START, ProgressFile
+from zeropp_ray.faults import Fault, Sockets, Trigger
 from zeropp_ray.layout import Member
+
+BEATS = 20  # in the time after which a member that gives no sign of life is suspected
+BEAT_S = 0.5  # between them, at most
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Which process a member is."""
+    """Which process a member is; ``started``: when, see processes.py."""
 
     pid: int
+    started: int
     host: str
     node_id: str
 
 
+@dataclass(frozen=True)
+class Orders:
+    """What goes along with a call: ``copy`` the state before the step, ``measure`` its memory, have a ``fault``."""
+
+    copy: bool = False
+    measure: bool = False
+    fault: Fault | None = None
+
+
+NONE = Orders()
+
+
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
 class StageWorker:
-    """Built in steps, so that constructor arguments stay tiny: ``build``, ``join`` an epoch, one ``advance`` a step."""
+    """Built in steps, so that constructor arguments stay tiny: ``build``, ``join`` an epoch, one ``advance`` a step.
 
-    def __init__(self, me: Member) -> None:
-        self._me = me
+    A spare is one that has not been built: it does not know yet which member it will be.
+    """
+
+    def __init__(self) -> None:
         self._background = ThreadPoolExecutor(1, "checkpoint")
+        self._member: Any = None
+        self._trigger: Trigger | None = None
+        self._sockets = Sockets()
+        self._stepped = False
 
     def identify(self) -> Identity:
-        return Identity(os.getpid(), ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
+        pid = os.getpid()
+        node_id = ray.get_runtime_context().get_node_id()
+        return Identity(pid, started_at(pid), ray.util.get_node_ip_address(), node_id)
 
-    def build(self, config: dict[str, Any], plan: Any, folder: RunFolder, identity: dict[str, Any]) -> None:
-        """Make the member: its chunks, data and progress file.
+    def warm(self) -> Identity:
+        """Import what a member needs, which takes most of its start."""
+        import zeropp_ray.comm.gloo
+        import zeropp_ray.data.corpus
+        import zeropp_ray.member  # noqa: F401
+
+        return self.identify()
+
+    def build(self, me: Member, config: dict[str, Any], plan: Any, folder: RunFolder, identity: dict[str, Any]) -> None:
+        """Make the member ``me``: its chunks, data and progress file. Again to begin anew, with the first weights.
 
         ``identity``: what the text was at the start of the run. ConfigError if it is another one here.
         """
@@ -58,8 +92,10 @@ class StageWorker:
         run = RunConfig.from_dict(config)
         torch.set_num_threads(max(1, int(run.resources.cpus)))
         keep_freed_memory()
-        self._progress = ProgressFile(folder.progress_of(self._me))
-        _, f, r = self._me
+        if self._member is None:
+            self._me, self._progress = me, ProgressFile(folder.progress_of(me))
+            self._progress.beat_every(min(BEAT_S, run.recovery.suspect_s / BEATS), self._waits)
+        _, f, r = me
         data: MemberData
         if text is None:
             corpus = load_corpus(run)
@@ -71,13 +107,33 @@ class StageWorker:
             data = Batches(run, corpus, f, r)
         else:
             data = MemberWindows(text.windows(run)[0], run, f, r)
-        self._member = StageMember(run, plan, self._me, data)
+        self._member = StageMember(run, plan, me, data)
+        self._program = plan.program.ranks[me.p]
 
-    def join(self, rendezvous: Any, layout: Any) -> None:
+    def _waits(self) -> tuple[int, int]:
+        return (0, 0) if self._member is None else self._member.waits
+
+    def join(self, rendezvous: Any, layout: Any, orders: Orders = NONE) -> None:
         """Form the groups of an epoch, prove them, and use them from now on."""
         from zeropp_ray.comm.gloo import connect
 
-        self._member.join(connect(rendezvous, layout, self._me, host=ray.util.get_node_ip_address()))
+        self._begin(orders=orders)
+        self._reached("recovery")
+        with self._sockets.made():
+            links = connect(rendezvous, layout, self._me, host=ray.util.get_node_ip_address())
+        self._member.join(links)
+
+    def _begin(self, step: int = BETWEEN, orders: Orders = NONE) -> None:
+        """A call begins, and with it the time it stands still for. ``step``: if it runs one."""
+        self._progress.begin(step if step != BETWEEN or self._stepped else START)
+        self._stepped = self._stepped or step > 0
+        if orders.fault is not None:
+            self._trigger = Trigger(orders.fault, self._program, self._sockets)
+            self._member.reached = self._reached
+
+    def _reached(self, point: str) -> None:
+        if self._trigger is not None:
+            self._trigger(point)
 
     def time_against_fp32(self) -> float:
         """How long a matrix product takes here in the run's dtype, with that in fp32 as 1."""
@@ -85,30 +141,31 @@ class StageWorker:
 
         return time_against_fp32(Precision.of(self._member.config.train.dtype).compute)
 
-    def advance(self, step: int, decision: Any) -> Any:
-        """One step, see StageMember.advance."""
-        self._progress.step = step
-        return self._member.advance(step, decision, self._progress)
+    def advance(self, step: int, decision: Any, orders: Orders = NONE) -> Any:
+        """One step, see StageMember.advance, and how long its instructions took."""
+        self._begin(step, orders)
+        progress = self._progress if self._trigger is None else self._trigger.watch(self._progress)
+        advance = self._member.advance_measured if orders.measure else self._member.advance
+        vote = advance(step, decision, progress, copy=orders.copy)
+        return replace(vote, times=self._progress.seconds(self._program))
 
-    def advance_measured(self, step: int, decision: Any) -> Any:
-        """The same, with its tensor memory measured."""
-        self._progress.step = step
-        return self._member.advance_measured(step, decision, self._progress)
-
-    def flush(self, decision: Any) -> None:
+    def flush(self, decision: Any, orders: Orders = NONE) -> None:
+        self._begin(orders=orders)
         self._member.flush(decision)
 
     def evaluate(self) -> tuple[float, int]:
-        self._progress.step = -1
+        self._begin(EVALUATION)
         return self._member.evaluate(self._progress)
 
     def report(self) -> Any:
+        self._begin()
         return self._member.report()
 
     def adopt(self) -> None:
         """Begin with the weights of the folder that ``model.init_from`` names."""
         from zeropp_ray.models.hf import initial_weights
 
+        self._begin()
         weights = initial_weights(self._member.config)
         assert weights is not None
         self._member.set_weights(weights.__getitem__)
@@ -117,17 +174,35 @@ class StageWorker:
         """Take the weights of the checkpoint in ``path``, without the optimizer: for an evaluation."""
         from zeropp_ray.checkpoint.reader import open_checkpoint
 
+        self._begin()
         self._member.set_weights(open_checkpoint(path).tensor)
 
     def restore(self, path: Path) -> None:
         """Continue from the checkpoint in ``path``."""
         from zeropp_ray.checkpoint.reader import open_checkpoint
 
+        self._begin()
         self._member.load(open_checkpoint(path))
 
-    def snapshot(self, folder: Path) -> None:
+    def holdings(self) -> Any:
+        """Which copies of the state are here, see StageMember.holdings."""
+        self._begin()
+        return self._member.holdings()
+
+    def restore_copies(self, step: int, missing: frozenset[Member], orders: Orders = NONE) -> None:
+        """Go back to the state after ``step``, see StageMember.restore_copies."""
+        self._begin(orders=orders)
+        self._member.restore_copies(step, missing)
+
+    def snapshot(self, folder: Path, orders: Orders = NONE) -> None:
         """Copy the committed state and start writing this member's part of a checkpoint; ``saved`` waits for it."""
+        self._begin(orders=orders)
         self._save = self._background.submit(self._member.save, self._member.copies(), folder)
+
+    def drop_step(self) -> None:
+        """After an abort, once the main thread is free: drop what the step left, so that nobody waits for it."""
+        if self._member is not None:
+            self._member.drop_step()
 
     @ray.method(concurrency_group="control")
     def saved(self) -> Any:
@@ -135,11 +210,7 @@ class StageWorker:
         return self._save.result()
 
     @ray.method(concurrency_group="control")
-    def progress_of(self, path: Path) -> Position | None:
-        """The position of any member of this node, a dead one included."""
-        return read_progress(path)
-
-    @ray.method(concurrency_group="control")
     def abort(self) -> None:
         """Leave the epoch, also while a step blocks: whoever waits for this member comes free."""
-        self._member.abort()
+        if self._member is not None:
+            self._member.abort()

@@ -45,6 +45,7 @@ class Variant:
         """The run configuration: what all variants share, with this one's own. Raises ConfigError."""
         one = {"stages": 1, "chunks": 1, "shards": 1}
         own = {"parallel": {**one, **self.parallel}, "train": {**shared.get("train", {}), **self.train}}
+        own["recovery"] = {"copy_every": 0}  # nobody else keeps copies of the state
         return RunConfig.from_dict({**shared, **own})
 
     def recomputes(self, part: int, parts: int, stages: int) -> bool:

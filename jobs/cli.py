@@ -11,6 +11,7 @@ import click
 from jobs.checkpoint import checkpoint
 from jobs.config import config
 from jobs.data import data
+from jobs.drill import drill
 from jobs.evaluate import evaluate
 from jobs.export import export
 from jobs.sample import sample
@@ -57,11 +58,12 @@ def zeropp() -> None:
       zeropp data prepare       make text of your own into tokens, once
       zeropp schedule --help    look at a schedule before you use it
 
-    Exit code: 0 done, 1 failed, 2 wrong usage or configuration, 75 stopped with a checkpoint.
+    Exit code: 0 done, 1 failed, 2 wrong usage or configuration, 70 no progress over several recoveries, 75 stopped with
+    a checkpoint.
     """
 
 
-for command in (train, data, config, schedule, checkpoint, sample, evaluate, export):
+for command in (train, data, config, schedule, checkpoint, sample, evaluate, export, drill):
     zeropp.add_command(command)
 
 

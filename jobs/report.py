@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from zeropp_ray.config import RunConfig
+from zeropp_ray.metrics import kinds
 
 
 def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
@@ -29,6 +30,7 @@ def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
         ("step", f"{plan['global_batch']} sequences, {plan['tokens_per_step']:,} tokens"),
         ("units", f"{micro_batches} per member, in units of {_counts(plan['units'])}"),
         ("memory", f"{size(sum(memory.values()))} per member: {parts}"),
+        *([("copies", _copies(memory[kinds.COPIES], config))] if memory.get(kinds.COPIES) else []),
         ("bubble", f"{plan['bubble']:.1%}, with at most {plan['limit']:g} live micro-batches"),
         *([("again", _FORWARDS_AGAIN[parallel.recompute])] if parallel.recompute != "none" else []),
         ("moves", f"{plan['gathers']} gathers and {plan['reduces']} reduces a step and member"),
@@ -61,10 +63,39 @@ _FORWARDS_AGAIN = {
 }
 
 
+def _copies(amount: int, config: RunConfig) -> str:
+    """What a member keeps so that the run can go on without another one."""
+    exchanged = config.parallel.members > 1 and (config.parallel.replicas == 1 or config.parallel.zero1)
+    whose = "its state, and two of its buddy's" if exchanged else "its state"
+    return f"{size(amount)} of that are two copies of {whose}, made every {_steps(config.recovery.copy_every)}"
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
+
+
 def _special(plan: Mapping[str, Any]) -> str:
     """How many of the parameters are not the usual kind."""
     kinds = (("shared", "shared by chunks"), ("frozen", "frozen"))
     return "".join(f", {short(plan[kind])} of them {text}" for kind, text in kinds if plan[kind])
+
+
+ACTIONS = {
+    "spare": "a spare took the place",
+    "replace": "a new process took the place",
+    "retry": "all members are still there",
+    "restart": "with a new driver and new members",
+}
+SOURCES = {"copies": "the copies in memory", "checkpoint": "the checkpoint", "start": "the start"}
+
+
+def recovery_line(event: Mapping[str, Any]) -> str:
+    """How a run came back from a fault."""
+    again = event["replayed"]
+    return (
+        f"back after {event['resumed_s']:.1f} s: {ACTIONS[event['action']]}; on from step {event['from_step']}, from "
+        f"{SOURCES[event['source']]}" + (f", {again} step{'s' * (again != 1)} taken again" if again else "")
+    )
 
 
 class Reporter:
@@ -80,7 +111,7 @@ class Reporter:
         self._dangling = False
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Show one event: ``plan``, ``step``, ``eval`` or ``log``; others are none of a person's business."""
+        """Show one event; of kinds that are none of a person's business nothing."""
         kind = event["kind"]
         if kind == "plan":
             self.line(plan_table(event, self._config, self._source) + "\n")
@@ -92,6 +123,8 @@ class Reporter:
             self.line(memory_table(event))
         elif kind == "checkpoint":
             self.line(f"step {event['step']}  checkpoint {event['path']}")
+        elif kind == "recovery":
+            self.line(recovery_line(event))
         elif kind == "log":
             self.line(event["text"])
 

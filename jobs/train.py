@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from jobs.report import Reporter, plan_table
 from zeropp_ray.checkpoint.manifest import folders
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
+from zeropp_ray.faults import Fault, read_faults
 from zeropp_ray.files import expanded
 from zeropp_ray.shadow import check_not_shadowed
 
@@ -47,6 +49,12 @@ if TYPE_CHECKING:
     help="Join the Ray cluster at HOST:PORT, or 'auto'; else start one here.",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything, show the table of the plan, and stop.")
+@click.option(
+    "--inject",
+    multiple=True,
+    metavar="FAULT",
+    help="A fault to put into the run, to see it recover; can be repeated. `zeropp drill --help` has them all.",
+)
 def train(
     file: Path | None,
     overrides: tuple[str, ...],
@@ -55,6 +63,7 @@ def train(
     init_from: str | None,
     address: str | None,
     dry_run: bool,
+    inject: tuple[str, ...],
 ) -> None:
     """Train a language model on Ray actors with the ZeroPP schedule.
 
@@ -71,6 +80,7 @@ def train(
       zeropp train --init-from downloads/gpt2 --set data.path=stores/mine
       zeropp train --resume first
       zeropp train --resume runs/first --set train.steps=1000 --set parallel.stages=1
+      zeropp train --inject 'kill stage=1 member=0 step=20 at=B'
 
     Ctrl-C or SIGTERM stops after the step at hand, saves, and says how to go on; once more, 2 s later or more, ends the
     run at once. A resumed run takes its settings from the checkpoint. Stages, chunks, shards, replicas and steps may
@@ -81,12 +91,14 @@ def train(
     What is written, in runs/NAME/:
       config.toml    the configuration, with every setting
       metrics.jsonl  a line for each step and evaluation
+      events.jsonl   recoveries from faults, and how the run ended
       summary.json   whether it is done or failed, and what was reached
       checkpoints/   weights and optimizer by parameter name, for any layout
       log.txt        what Ray and torch had to say
       run-id         tells the run's checkpoints from those of others
 
-    Exit code: 0 done, 1 failed, 2 wrong usage or configuration, 75 stopped with a checkpoint: resume it.
+    Exit code: 0 done, 1 failed, 2 wrong usage or configuration, 70 no progress over several recoveries, 75 stopped with
+    a checkpoint: resume it.
     """
     # Ray's workers look first in the folder that the run was started in.
     check_not_shadowed([str(Path.cwd()), *sys.path], "zeropp_ray", "actors")
@@ -99,18 +111,19 @@ def train(
     with nullcontext() if dry_run else stop:
         try:
             if resume is not None:
-                return _go_on(expanded(resume, f"--resume {resume}"), overrides, address, dry_run, stop)
+                return _go_on(expanded(resume, f"--resume {resume}"), overrides, address, dry_run, stop, inject)
             overrides = overrides if name is None else (*overrides, f"run.name={name}")
             overrides = overrides if init_from is None else (*overrides, f"model.init_from={init_from}")
-            _begin(_completed(load_config(file, overrides)), address, dry_run, stop)
+            _begin(completed(load_config(file, overrides)), address, dry_run, stop, inject)
         except KeyboardInterrupt:
             raise ZeroppError("stopped before the run began") from None
 
 
-def _begin(config: RunConfig, address: str | None, dry_run: bool, stop: StopSignals) -> None:
+def _begin(config: RunConfig, address: str | None, dry_run: bool, stop: StopSignals, inject: Sequence[str]) -> None:
     """Train a new run, in a new folder."""
     folder = expanded(config.run.dir, f"run.dir = {config.run.dir!r}") / config.run.name
-    config, source = _with_text(config)
+    config, source = with_text(config)
+    faults = read_faults(inject, config)
     if dry_run:
         return _show_plan(config, source)
     stop.check()
@@ -118,7 +131,7 @@ def _begin(config: RunConfig, address: str | None, dry_run: bool, stop: StopSign
     with only_job(folder):
         _check_unused(folder, config)
         try:
-            _run(config, address, folder, source, stop)
+            _run(config, address, folder, source, stop, faults)
         except ConfigError:  # nothing ran
             shutil.rmtree(folder)  # the name is free for the next try
             raise
@@ -126,7 +139,14 @@ def _begin(config: RunConfig, address: str | None, dry_run: bool, stop: StopSign
             raise _interrupted(folder) from None
 
 
-def _go_on(where: Path, overrides: tuple[str, ...], address: str | None, dry_run: bool, stop: StopSignals) -> None:
+def _go_on(
+    where: Path,
+    overrides: tuple[str, ...],
+    address: str | None,
+    dry_run: bool,
+    stop: StopSignals,
+    inject: Sequence[str],
+) -> None:
     """Train a run further, from the checkpoint ``where`` or from the newest good one of the run ``where``."""
     from zeropp_ray.checkpoint.manifest import is_checkpoint
     from zeropp_ray.checkpoint.reader import folder_of_run, latest, open_own, run_of
@@ -141,13 +161,14 @@ def _go_on(where: Path, overrides: tuple[str, ...], address: str | None, dry_run
             checkpoint = open_own(where.resolve(), folder)
         else:
             checkpoint = latest(folder, lambda text: click.echo(f"warning: {text}", err=True))
-        config, source = _with_text(_from_anywhere(resumed(checkpoint, overrides)))
+        config, source = with_text(_from_anywhere(resumed(checkpoint, overrides)))
+        faults = read_faults(inject, config, first=checkpoint.step + 1)
         if dry_run:
             return _show_plan(config, source, checkpoint)
         written = folder / "config.toml"
         before = written.read_text(encoding="utf-8") if written.exists() else None
         try:
-            _run(config, address, folder, source, stop, checkpoint)
+            _run(config, address, folder, source, stop, faults, checkpoint)
         except (ConfigError, KeyboardInterrupt) as error:
             newer = next(folders(folder), checkpoint.path).name > checkpoint.path.resolve().name
             if before is not None and not newer:  # the run is where it was
@@ -158,7 +179,7 @@ def _go_on(where: Path, overrides: tuple[str, ...], address: str | None, dry_run
             raise Stopped(f"stopped at once; go on with: zeropp train --resume {again}") from None
 
 
-def _with_text(config: RunConfig) -> tuple[RunConfig, str]:
+def with_text(config: RunConfig) -> tuple[RunConfig, str]:
     """The run with its tokenizer written out, and its text in words."""
     from zeropp_ray.data.corpus import load_corpus
 
@@ -174,7 +195,7 @@ def _show_plan(config: RunConfig, source: str, resume: Checkpoint | None = None)
     click.echo(plan_table(plan.table(config), config, source))
 
 
-def _completed(config: RunConfig) -> RunConfig:
+def completed(config: RunConfig) -> RunConfig:
     """Every automatic value written out, a name, and a data path that does not depend on the working folder."""
     config = _from_anywhere(config.resolved())
     run = config.run
@@ -231,6 +252,7 @@ def _run(
     folder: Path,
     source: str,
     stop: StopSignals,
+    faults: tuple[Fault, ...],
     checkpoint: Checkpoint | None = None,
 ) -> None:
     from zeropp_ray.data.text import keep_tokenizer
@@ -247,7 +269,13 @@ def _run(
             from actors.run import run_training
 
             summary = run_training(
-                config, address=address, run_dir=folder, on_event=reporter, resume=checkpoint, stop=stop
+                config,
+                address=address,
+                run_dir=folder,
+                on_event=reporter,
+                resume=checkpoint,
+                stop=stop,
+                inject=faults,
             )
         except (ConfigError, Stopped):
             raise

@@ -6,11 +6,15 @@ real gloo groups, no Ray. And data that the reference can be given too.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from zeropp_ray.checkpoint.manifest import VERSION, FileEntry, Manifest, Progres
 from zeropp_ray.checkpoint.reader import CHECKPOINTS, open_checkpoint
 from zeropp_ray.comm.gloo import Rendezvous, connect
 from zeropp_ray.config import RunConfig
+from zeropp_ray.errors import MemberError
 from zeropp_ray.layout import Member
 from zeropp_ray.member import StageMember
 from zeropp_ray.metrics.step_memory import held
@@ -97,7 +102,14 @@ def _serve(
         member.join(connect(at, plan.layout, me, host="127.0.0.1"))
         pipe.send(None)
         while (request := pipe.recv()) is not None:
-            pipe.send(_call(member, *request))
+            try:
+                answer = _call(member, *request)
+            except MemberError as error:
+                if not error.peer_lost:
+                    raise
+                member.abort()  # whoever waits for this one comes free
+                answer = error
+            pipe.send(answer)
     except EOFError:
         return
     except BaseException:
@@ -161,7 +173,7 @@ def imported(member: StageMember, module: str) -> bool:
 def state_bytes(member: StageMember) -> dict[str, int]:
     """Bytes of what the member holds between steps, by kind of memory."""
     found: dict[str, dict[int, int]] = {}
-    for kind, tensor in held(member.engine, member._optimizer):
+    for kind, tensor in held(member.engine, member._optimizer, member._copies):
         storage = tensor.untyped_storage()
         found.setdefault(kind, {})[storage._cdata] = storage.nbytes()
     return {kind: sum(storages.values()) for kind, storages in found.items()}
@@ -171,6 +183,46 @@ def start_from_the_folder(member: StageMember) -> None:
     weights = initial_weights(member.config)
     assert weights is not None
     member.set_weights(weights.__getitem__)
+
+
+def state(member: StageMember) -> list[tuple[str, torch.Tensor]]:
+    """All that a copy holds, and the shards, which are computed from it."""
+    tensors = [("commits", member._optimizer._commits)]
+    for flat in member.engine.sets:
+        tensors += [("masters", flat.master), ("shard", flat.shard)]
+        tensors += [("moments", moment) for moment in member._optimizer._moments.get(flat, {}).values()]
+    return [(name, tensor.clone()) for name, tensor in tensors]
+
+
+def abort_in(member: StageMember, seconds: float) -> None:
+    """From another thread, in a while."""
+    threading.Timer(seconds, member.abort).start()
+
+
+def wait_for_nothing(member: StageMember) -> None:
+    """That stages send each other."""
+    peer = (member.me.p + 1) % member.plan.layout.stages
+    member.engine.links.pipeline.receive(torch.zeros(1), peer, 1000 + member.me.p).wait()
+
+
+def die_in_copy(member: StageMember) -> None:
+    """From now on, in the midst of an exchange."""
+    member.reached = lambda point: os.kill(os.getpid(), signal.SIGKILL) if point == "copy" else None
+
+
+def close_copies(member: StageMember) -> None:
+    member.engine.links.copies.close()
+
+
+def shift_frozen(member: StageMember) -> None:
+    for flat in member.engine.sets:
+        if not flat.trained:
+            flat.master.add_(0.01)
+    member.engine.refresh(frozen=True)
+
+
+def nap(member: StageMember, seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def rejoin(member: StageMember, at: Rendezvous) -> None:
@@ -186,6 +238,24 @@ class Run:
     plan: Plan
     pipes: list[tuple[Member, Any]]
     at: Rendezvous
+    start: Callable[[Member, Rendezvous], tuple[Any, Any]] | None = None  # a member: its process, our end of its pipe
+    processes: dict[Member, Any] = field(default_factory=dict)
+
+    def kill(self, me: Member) -> None:
+        self.processes[me].kill()
+        self.processes[me].join()
+
+    def recover(self, lost: Collection[Member]) -> None:
+        """New processes in the place of killed ones, and a new epoch of all."""
+        assert self.start is not None
+        self.at = replace(self.at, epoch=self.at.epoch + 1)
+        for place, (me, pipe) in enumerate(self.pipes):
+            if me in lost:
+                self.processes[me], pipe = self.start(me, self.at)
+                self.pipes[place] = me, pipe
+            else:
+                pipe.send(("rejoin", (self.at,)))
+        self.answers()
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         for _, pipe in self.pipes:
@@ -256,7 +326,8 @@ def members(
             (me,) = plan.layout.members()
             yield Run(config, plan, [(me, _Here(config, plan, me, at, samples))], at)
             return
-        for me in plan.layout.members():
+
+        def start(me: Member, at: Rendezvous) -> tuple[Any, Any]:
             ours, theirs = _processes.Pipe()
             process = _processes.Process(
                 target=_serve, args=(theirs, config, plan, me, at, samples, sabotage), daemon=True
@@ -264,8 +335,12 @@ def members(
             process.start()
             theirs.close()
             started.append(process)
-            pipes.append((me, ours))
-        run = Run(config, plan, pipes, at)
+            return process, ours
+
+        run = Run(config, plan, pipes, at, start)
+        for me in plan.layout.members():
+            run.processes[me], pipe = start(me, at)
+            pipes.append((me, pipe))
         run.answers()
         yield run
     finally:

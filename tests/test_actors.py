@@ -105,8 +105,8 @@ def test_a_member_killed_while_it_starts(command):
     assert " died in its start, before the first step" in output.splitlines()[-1]
 
 
-def test_a_killed_driver_ends_the_run(command):
-    run = command("train.steps=100000", "parallel.microbatch_size=1", "parallel.shards=1")
+def test_a_killed_driver_ends_the_run_if_it_may_not_be_followed(command):
+    run = command("train.steps=100000", "parallel.microbatch_size=1", "parallel.shards=1", "recovery.max_drivers=0")
     run.wait_for_step(2)
     tree = run.tree()
     (driver,) = [p for p in tree if "RunDriver" in " ".join(p.cmdline())]

@@ -200,7 +200,7 @@ def alone(config: RunConfig, **spec: object) -> StageMember:
     plan = replace(plan, program=replace(plan.program, spec=replace(plan.program.spec, **spec)))
     data = harness.MemberSamples(samples_of(config), config, 0, 0)
     member = StageMember(config, plan, Member(0, 0, 0), data)
-    member.join(Links(*(GlooGroup(0, 1, None) for _ in range(4))))
+    member.join(Links(*(GlooGroup(0, 1, None) for _ in range(5))))
     return member
 
 

@@ -360,6 +360,44 @@ class ResourcesSection(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecoverySection(_Section):
+    SECTION: ClassVar[str] = "recovery"
+
+    enabled: bool = setting(True, "bring back what a fault takes; false: the first one ends the run")
+    copy_every: int = setting(10, "distance of copies of the state in the members' memory; 0: none", "steps")
+    spares: int = setting(0, "members that wait, started, for the place of a lost one; each asks for resources.cpus")
+    suspect_s: float = setting(10.0, "a member that stands still for so long is reported", "seconds")
+    hang_s: float = setting(30.0, "one that stands still for so long is killed, and replaced", "seconds")
+    slow_factor: float = setting(2.0, "a member that takes so many times as long as its peers is reported; 0: none")
+    replace_slow: bool = setting(False, "replace it too")
+    max_deaths: int = setting(1000, "most members that may be killed or crash in a run", "members")
+    max_hangs: int = setting(1000, "most members that may stop, hang or be replaced as slow", "members")
+    max_errors: int = setting(3, "most errors that members raise by themselves; the same one twice ends the run")
+    max_disconnects: int = setting(1000, "most connections that may break with all members alive")
+    max_drivers: int = setting(3, "most drivers that may die")
+    max_stuck: int = setting(3, "so many recoveries in a row without a new step end the run, with exit code 70")
+
+    @property
+    def copies(self) -> bool:
+        """Whether members keep copies of the state in memory."""
+        return self.enabled and self.copy_every > 0
+
+    def _check(self) -> None:
+        self._at_least(0, "copy_every", "spares")
+        self._at_least(0, "max_deaths", "max_hangs", "max_errors", "max_disconnects", "max_drivers")
+        self._at_least(1, "max_stuck")
+        self._require(self.suspect_s > 0, "suspect_s", "must be above 0, such as 10")
+        self._require(
+            self.hang_s > self.suspect_s,
+            "hang_s",
+            f"must be above recovery.suspect_s = {self.suspect_s:g}, so that a member is reported before it is killed",
+        )
+        self._require(
+            self.slow_factor == 0 or self.slow_factor > 1, "slow_factor", "must be above 1, such as 2, or 0 for none"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run. Sections are checked when they are built, what spans sections here; raises ``ConfigError``."""
 
@@ -370,11 +408,17 @@ class RunConfig:
     train: TrainSection = field(default_factory=TrainSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     resources: ResourcesSection = field(default_factory=ResourcesSection)
+    recovery: RecoverySection = field(default_factory=RecoverySection)
 
     def __post_init__(self) -> None:
         microbatches = self._microbatches()
         if microbatches != self.parallel.microbatches:
             object.__setattr__(self, "parallel", dataclasses.replace(self.parallel, microbatches=microbatches))
+        if self.recovery.enabled and self.recovery.hang_s >= self.resources.step_timeout_s:
+            raise ConfigError(
+                f"recovery.hang_s = {self.recovery.hang_s:g}: must be below resources.step_timeout_s = "
+                f"{self.resources.step_timeout_s:g}, after which transfers fail by themselves and nobody knows who hung"
+            )
         P, V = self.parallel.stages, self.parallel.chunks
         if not self.model.factory and self.model.layers < P * V:
             raise ConfigError(
@@ -468,6 +512,7 @@ SECTIONS: dict[str, type[_Section]] = {
         TrainSection,
         CheckpointSection,
         ResourcesSection,
+        RecoverySection,
     )
 }
 

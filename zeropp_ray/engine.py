@@ -289,10 +289,13 @@ class Engine:
         for transfer in posted:
             transfer.wait()
 
-    def refresh(self) -> None:
-        """After an update of the master weights: those that are computed with follow. Raises MemberError."""
+    def refresh(self, *, frozen: bool = False) -> None:
+        """After an update of the master weights: those that are computed with follow. ``frozen``: of frozen ones too.
+
+        Raises MemberError.
+        """
         group, counters = self.links.replicas, self.counters
-        posted = [(flat, flat.refresh(group)) for flat in self.sets if flat.trained]
+        posted = [(flat, flat.refresh(group)) for flat in self.sets if flat.trained or frozen]
         for flat, transfer in posted:
             if transfer is None:
                 continue

@@ -19,6 +19,12 @@ class Stopped(ZeroppError):
     exit_code = 75
 
 
+class NoProgress(ZeroppError):
+    """Several recoveries in a row brought no new step: what fails will fail again. Exit code 70."""
+
+    exit_code = 70
+
+
 class ScheduleError(ZeroppError):
     """A program that would deadlock, break the order, or exceed its stated memory. Found before any actor starts."""
 

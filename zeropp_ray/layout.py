@@ -66,6 +66,31 @@ class Layout:
         """Whether a member counts its piece in the norm and saves it; of replicas that own the same, the first does."""
         return me.r < self.splits
 
+    @property
+    def mirrored(self) -> bool:
+        """Whether replicas own the same: each is then a copy of the state of the others."""
+        return self.replicas > 1 and not self.zero1
+
+    def ring(self, me: Member) -> list[Member]:
+        """Those among whom copies of the state go round: replicas that own the same; else the stages of one shard and
+        replica; in a stage that is alone its shards, or its replicas.
+        """
+        if self.mirrored or self.stages == self.shards == 1:
+            return [Member(me.p, me.f, r) for r in range(self.replicas)]
+        if self.stages > 1:
+            return [Member(p, me.f, me.r) for p in range(self.stages)]
+        return [Member(me.p, f, me.r) for f in range(self.shards)]
+
+    def buddy(self, me: Member) -> Member | None:
+        """Who holds a copy of the state of ``me``: the next one of its ring. None if it is alone."""
+        ring = self.ring(me)
+        return ring[(ring.index(me) + 1) % len(ring)] if len(ring) > 1 else None
+
+    def guarded(self, me: Member) -> Member | None:
+        """Whose copies are sent to ``me``, its buddy. None if it is alone, or if its replicas own the same anyway."""
+        ring = self.ring(me)
+        return None if self.mirrored or len(ring) == 1 else ring[ring.index(me) - 1]
+
     def model_chunk(self, stage: int, chunk: int) -> int:
         return chunk * self.stages + stage
 

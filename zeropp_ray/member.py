@@ -20,6 +20,7 @@ from zeropp_ray.checkpoint.reader import Checkpoint
 from zeropp_ray.checkpoint.writer import ParameterCopy, write
 from zeropp_ray.comm.base import Counters, Links
 from zeropp_ray.config import RunConfig
+from zeropp_ray.copies import Copies, Holdings
 from zeropp_ray.engine import Chunk, Engine, Measured
 from zeropp_ray.layout import Member
 from zeropp_ray.metrics.step_memory import StepMemory, StepMeter
@@ -65,6 +66,8 @@ class StageMember:
     def __init__(self, config: RunConfig, plan: Plan, me: Member, data: MemberData) -> None:
         self.config, self.plan, self.me, self.data = config, plan, me, data
         self.counters = Counters()
+        # Whoever wants to know of points besides instructions sets it; "copy" comes from the thread of the copies.
+        self.reached: Callable[[str], None] = lambda point: None
         self._precision = Precision.of(config.train.dtype)
         torch.backends.mha.set_fastpath_enabled(False)  # only without gradients: a recomputed forward would differ
         self._owned = build_owned(
@@ -88,6 +91,7 @@ class StageMember:
             self._engine.links = links
             for flat in self._engine.sets:
                 flat.rebind(links.stage)
+            self._copies.join(links.copies)
             return
         config, plan = self.config, self.plan
         queue = WeightQueue()
@@ -111,6 +115,16 @@ class StageMember:
             eps=train.eps,
             weight_decay=train.weight_decay,
         )
+        self._copies = Copies(
+            plan,
+            self.me,
+            self._engine.sets,
+            self._optimizer,
+            dtype=self._precision.master,
+            enabled=config.recovery.copies,
+            reached=lambda point: self.reached(point),
+        )
+        self._copies.join(links.copies)
 
     def _sharded(self, links: Links, queue: WeightQueue) -> list[Chunk]:
         """The chunks of this stage, their parameters sharded set by set."""
@@ -147,16 +161,30 @@ class StageMember:
         return list(chunks.values())
 
     @property
+    def waits(self) -> tuple[int, int]:
+        """How many waits for transfers the main thread has begun in this epoch, and how many are over."""
+        return (0, 0) if self._links is None else (self._links.waits.begun, self._links.waits.over)
+
+    @property
     def engine(self) -> Engine:
         assert self._engine is not None, "join comes first"
         return self._engine
 
     def advance(
-        self, step: int, decision: Decision | None, progress: Callable[[int], None] = lambda position: None
+        self,
+        step: int,
+        decision: Decision | None,
+        progress: Callable[[int], None] = lambda position: None,
+        *,
+        copy: bool = False,
     ) -> Vote:
-        """Apply the decision on step ``step - 1``, then run step ``step`` = 1, 2, … up to its vote."""
+        """Apply the decision on step ``step - 1``, ``copy`` the state then, and run step ``step`` = 1, 2, … up to its
+        vote.
+        """
         start = time.perf_counter()
         self.flush(decision)
+        if copy:
+            self.copy_state(step - 1)
         sums = self.engine.run(
             self.plan.program.ranks[self.me.p],
             lambda m: self.data.microbatch(step - 1, m),
@@ -164,19 +192,26 @@ class StageMember:
             progress=progress,
         )
         self._measured = self.engine.measured
-        return Vote(sums.loss, sums.tokens, self._squared_norm(), time.perf_counter() - start)
+        norm, held = self._squared_norm(), self._copies.acknowledged()
+        self.reached("vote")
+        return Vote(sums.loss, sums.tokens, norm, time.perf_counter() - start, held)
 
     def advance_measured(
-        self, step: int, decision: Decision | None, progress: Callable[[int], None] = lambda position: None
+        self,
+        step: int,
+        decision: Decision | None,
+        progress: Callable[[int], None] = lambda position: None,
+        *,
+        copy: bool = False,
     ) -> Vote:
         """The same, with its tensor memory measured, for :meth:`report`: slower, and with the same results."""
-        with StepMeter(self.engine, self._optimizer, self.plan.program.ranks[self.me.p]) as meter:
+        with StepMeter(self.engine, self._optimizer, self._copies, self.plan.program.ranks[self.me.p]) as meter:
 
             def before(position: int) -> None:
                 progress(position)
                 meter.before(position)
 
-            vote = self.advance(step, decision, before)
+            vote = self.advance(step, decision, before, copy=copy)
             self._memory = meter.result()
         return vote
 
@@ -189,7 +224,35 @@ class StageMember:
         if decision is None or not decision.commit:
             return
         self._optimizer.update(learning_rate(decision.step, self.config.train), decision.factor)
+        self.reached("commit")
         self.engine.refresh()
+
+    def copy_state(self, step: int) -> None:
+        """Copy the state of ``step``, which is committed and flushed, and begin to give it to the buddy.
+
+        Called at all members at once, and after all have acknowledged the copy before (:attr:`Vote.held`).
+        """
+        self._copies.take(step)
+
+    def holdings(self) -> Holdings:
+        """Which copies are whole here. Comes after :meth:`join`, so that no exchange is on its way."""
+        return self._copies.holdings()
+
+    def restore_copies(self, step: int, missing: frozenset[Member]) -> None:
+        """Go back to the state of ``step``, bit for bit. ``missing``: who has no copy of it and gets that of its buddy.
+
+        Called at all members at once, after :meth:`join`. Raises MemberError if one is lost meanwhile.
+        """
+        assert self._links is not None
+        training, waits = replace(self.counters), self._links.waits
+        self.reached("recovery")
+        waits.begun += 1
+        try:
+            self._copies.restore(step, missing)
+        finally:
+            waits.over += 1
+        self.engine.refresh(frozen=True)
+        self.counters.set(training)
 
     def evaluate(self, progress: Callable[[int], None] = lambda position: None) -> tuple[float, int]:
         """Forward only over the held-out part, under the pipeline: loss sum (nats) and tokens, zero except in the last
@@ -209,9 +272,14 @@ class StageMember:
         return loss, tokens
 
     def abort(self) -> None:
-        """Leave the epoch. Callable from another thread while a step blocks; the next ``join`` drops what it left."""
+        """Leave the epoch. Callable from another thread while a step blocks, which then fails; see :meth:`drop_step`."""
         if self._links is not None:
             self._links.close()
+
+    def drop_step(self) -> None:
+        """After an abort: drop what a step left. Transfers that were posted keep connections open, and peers waiting."""
+        if self._engine is not None:
+            self._engine.abort()
 
     def report(self) -> Report:
         peak_open = sum(pool.peak_open for pool in self._buffers)  # of several pools, all are open at the peak
@@ -242,15 +310,17 @@ class StageMember:
         same the first does.
         """
         assert self._links is not None
-        answers = self.plan.layout.answers(self.me)
-        return write(copies, self._links.checkpoint, self.me.p, folder) if answers else []
+        if not self.plan.layout.answers(self.me):
+            return []
+        return write(copies, self._links.checkpoint, self.me.p, folder, lambda: self.reached("checkpoint"))
 
     @torch.no_grad()
     def load(self, checkpoint: Checkpoint) -> None:
-        """Take this member's pieces of weights and moments from a checkpoint of any layout.
+        """Take this member's pieces of weights and moments from a checkpoint of any layout, and forget all copies.
 
         Comes after the first join.
         """
+        self._copies.forget()
         self.set_weights(checkpoint.tensor)
         for flat in self.engine.sets:
             for slot in flat.slots:

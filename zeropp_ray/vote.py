@@ -7,8 +7,8 @@ starts step ``t``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Vote:
     tokens: int
     squared_norm: float
     seconds: float  # wall time of the member's step
+    held: int = -1  # the newest step whose copies are whole at this member: its own, and that which it guards
+    times: Mapping[str, float] = field(default_factory=dict)  # seconds in each of F, RF, B and W of the step, if asked
 
 
 @dataclass(frozen=True)

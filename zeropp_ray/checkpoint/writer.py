@@ -8,7 +8,7 @@ together at one of the members that own pieces of it, so that they write the fil
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +30,15 @@ class ParameterCopy:
     ranges: list[tuple[int, int]]  # the elements that each member of the group holds
 
 
-def write(copies: Sequence[ParameterCopy], group: Group, stage: int, folder: Path) -> list[FileEntry]:
+def write(
+    copies: Sequence[ParameterCopy],
+    group: Group,
+    stage: int,
+    folder: Path,
+    written: Callable[[], None] = lambda: None,
+) -> list[FileEntry]:
     """Put this member's share of the parameters of ``stage`` together and write it. All members of ``group`` call it,
-    who own them between them.
+    who own them between them. ``written`` is called after each file.
 
     Raises OSError if the disk is full or cannot be written, PeerLost if another member of the group is gone.
     """
@@ -49,15 +55,16 @@ def write(copies: Sequence[ParameterCopy], group: Group, stage: int, folder: Pat
             if whole is not None:
                 named, name = (weights, copy.name) if kind == "weights" else (optimizer, f"{kind}.{copy.name}")
                 named[name] = whole.view(copy.shape)
-    written = []
+    files = []
     for prefix, tensors in (("weights", weights), ("optimizer", optimizer)):
         if tensors:
             path = folder / f"{prefix}-{stage:03d}-{group.rank:03d}.safetensors"
             save_file(tensors, path, metadata={"format": "pt"})
             sync(path)
             shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-            written.append(FileEntry(path.name, path.stat().st_size, sha256_of(path), shapes))
-    return written
+            files.append(FileEntry(path.name, path.stat().st_size, sha256_of(path), shapes))
+            written()
+    return files
 
 
 def _assemble(copy: ParameterCopy, mine: torch.Tensor, owner: int, group: Group, tag: int) -> torch.Tensor | None:

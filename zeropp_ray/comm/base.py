@@ -1,6 +1,6 @@
 """What the engine asks of a communicator. Device, stream and dtype questions stay behind this interface.
 
-A member belongs to three groups (:class:`Links`): its *pipeline* (the same shard and replica of every stage), its
+A member trains in three groups (:class:`Links`): its *pipeline* (the same shard and replica of every stage), its
 *stage* (all shards of one stage and replica) and its *replicas* (the same shard of the same stage). Everything is
 *posted* and completes in :meth:`Transfer.wait`; the order of posts on a rank comes from its program.
 
@@ -11,7 +11,7 @@ at each member, so a group of one counts the operation and no bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Protocol
 
 import torch
@@ -26,6 +26,14 @@ class Transfer(Protocol):
 
     def wait(self) -> None:
         """Block until done. Raises PeerLost."""
+
+
+@dataclass
+class Waits:
+    """How many waits for transfers a member's main thread has begun, and how many are over; another thread may look."""
+
+    begun: int = 0
+    over: int = 0
 
 
 @dataclass
@@ -57,12 +65,12 @@ class Counters:
     received_bytes: int = 0
 
     def add(self, other: Counters) -> None:
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def set(self, other: Counters) -> None:
-        for field in fields(self):
-            setattr(self, field.name, getattr(other, field.name))
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -101,13 +109,15 @@ class Group(ABC):
 
 @dataclass
 class Links:
-    """The groups of one member in one epoch."""
+    """The groups of one member in one epoch, and the waits of its main thread."""
 
     pipeline: Group
     stage: Group
     replicas: Group
     checkpoint: Group  # those that own the stage's pieces, in their order: background traffic apart from training
+    copies: Group  # those among whom copies of the state go round, each giving its own to the next: likewise
+    waits: Waits = field(default_factory=Waits)
 
     def close(self) -> None:
-        for group in (self.pipeline, self.stage, self.replicas, self.checkpoint):
+        for group in (self.pipeline, self.stage, self.replicas, self.checkpoint, self.copies):
             group.close()

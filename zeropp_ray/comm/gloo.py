@@ -19,30 +19,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropp_ray.comm.base import Group, Links, PeerLost, Transfer
+from zeropp_ray.comm.base import Group, Links, PeerLost, Transfer, Waits
 from zeropp_ray.layout import Layout, Member
+
+_NEVER_SENT = 2**31 - 1  # a tag
 
 
 class _Posted:
     """Works of one operation with the tensors they touch, and pieces to add up in order once all have come."""
 
-    __slots__ = ("_add", "_into", "_tensors", "_works")
+    __slots__ = ("_add", "_into", "_limit", "_tensors", "_waits", "_works")
 
     def __init__(
         self,
+        waits: Waits,
+        limit: timedelta,
         works: Sequence[dist.Work],
         tensors: Sequence[torch.Tensor],
         add: Sequence[torch.Tensor] = (),
         into: torch.Tensor | None = None,
     ) -> None:
+        self._waits, self._limit = waits, limit
         self._works, self._tensors, self._add, self._into = works, tensors, add, into
 
     def wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise PeerLost(f"transfer failed: {str(error).splitlines()[0]}") from error
+        if self._works:
+            self._waits.begun += 1
+            try:
+                for work in self._works:
+                    work.wait(self._limit)
+            except RuntimeError as error:
+                raise PeerLost(f"transfer failed: {str(error).splitlines()[0]}") from error
+            finally:
+                self._waits.over += 1
         if self._into is not None:
             with torch.no_grad():
                 for piece in self._add:
@@ -51,17 +60,30 @@ class _Posted:
 
 
 class GlooGroup(Group):
-    """A gloo process group of ``size`` members; a group of one needs no store and moves nothing."""
+    """A gloo process group of ``size`` members; a group of one needs no store and moves nothing.
 
-    def __init__(self, rank: int, size: int, backend: Any) -> None:
-        self.rank, self.size = rank, size
-        self._backend = backend
+    ``limit``: how long a transfer may take, from the wait for it.
+    """
+
+    def __init__(
+        self, rank: int, size: int, backend: Any, waits: Waits | None = None, limit: timedelta = timedelta()
+    ) -> None:
+        self.rank, self.size, self.limit = rank, size, limit
+        self._backend, self._waits = backend, waits or Waits()
         self._sequence = 0
 
-    def _gloo(self) -> Any:
-        if self._backend is None:
-            raise RuntimeError("the group is closed")
-        return self._backend
+    def _posted(self, *arguments: Any) -> Transfer:
+        return _Posted(self._waits, self.limit, *arguments)
+
+    def _post(self, what: str, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """``send`` or ``recv``."""
+        backend = self._backend
+        if backend is None:
+            raise PeerLost("the group is closed")
+        try:
+            return getattr(backend, what)([tensor], peer, tag)
+        except RuntimeError as error:
+            raise PeerLost(f"transfer failed: {str(error).splitlines()[0]}") from error
 
     def _peers(self) -> list[int]:
         return [q for q in range(self.size) if q != self.rank]
@@ -74,81 +96,102 @@ class GlooGroup(Group):
         self._sequence += 1
         if self.size == 1:
             return []
-        gloo, tag = self._gloo(), self._sequence
-        receives = [gloo.recv([incoming[q]], q, tag) for q in self._peers()]
-        sends = [gloo.send([outgoing[q]], q, tag) for q in self._peers()]
+        tag = self._sequence
+        receives = [self._post("recv", incoming[q], q, tag) for q in self._peers()]
+        sends = [self._post("send", outgoing[q], q, tag) for q in self._peers()]
         return [*receives, *sends]
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Transfer:
         pieces = list(out.view(self.size, -1).unbind(0))
         pieces[self.rank].copy_(shard)
-        return _Posted(self._exchange([shard] * self.size, pieces), [out, shard])
+        return self._posted(self._exchange([shard] * self.size, pieces), [out, shard])
 
     def reduce_scatter(self, full: torch.Tensor, into: torch.Tensor) -> Transfer:
         outgoing = list(full.view(self.size, -1).unbind(0))
         incoming = [torch.empty_like(piece) if q != self.rank else piece for q, piece in enumerate(outgoing)]
-        return _Posted(self._exchange(outgoing, incoming), [full], incoming, into)
+        return self._posted(self._exchange(outgoing, incoming), [full], incoming, into)
 
     def all_reduce(self, tensor: torch.Tensor) -> Transfer:
         if self.size == 1:
-            return _Posted((), ())
+            return self._posted((), ())
         mine = tensor.clone()
         incoming = [torch.empty_like(mine) if q != self.rank else mine for q in range(self.size)]
         works = self._exchange([mine] * self.size, incoming)
         tensor.zero_()
-        return _Posted(works, [mine], incoming, tensor)
+        return self._posted(works, [mine], incoming, tensor)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return _Posted([self._gloo().send([tensor], peer, tag)], [tensor])
+        return self._posted([self._post("send", tensor, peer, tag)], [tensor])
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return _Posted([self._gloo().recv([tensor], peer, tag)], [tensor])
+        return self._posted([self._post("recv", tensor, peer, tag)], [tensor])
 
     def close(self) -> None:
-        # Dropping the last reference closes the sockets; gloo's own abort() and shutdown() do not free a waiting peer.
+        # A receive that times out closes all sockets of its group: whoever waits comes free, here and at the peers.
+        # gloo's own abort() and shutdown() free no peer, and to drop the last reference is not in our hands: a wait
+        # that blocks holds one, and so does each transfer of an aborted step.
+        for peer in self._peers():
+            try:
+                self._post("recv", torch.empty(1), peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            except RuntimeError:  # it timed out, or the socket is closed already
+                pass
         self._backend = None
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the members of one epoch meet: the store that the driver serves, and the time a transfer may take."""
+    """Where the members of one epoch meet: the store that the driver serves, and the time that may take.
+
+    ``timeout_s``: of a transfer. ``form_s``: of a group's forming, which must fail soon if a member dies meanwhile.
+    """
 
     host: str
     port: int
     epoch: int
     timeout_s: float
+    form_s: float = 15.0
 
 
 def connect(at: Rendezvous, layout: Layout, me: Member, *, host: str) -> Links:
     """Form this member's groups and prove each with an all-reduce of a known answer.
 
     ``host`` is the address of this member's network interface. Every member of the epoch calls this once, in any order.
-    Raises RuntimeError when a peer does not come within the time limit or the proof fails.
+    Raises PeerLost when the driver or a peer does not come within ``form_s``, RuntimeError when the proof fails.
     """
-    timeout = timedelta(seconds=at.timeout_s)
+    forming = timedelta(seconds=at.form_s)
     gloo: Any = dist.ProcessGroupGloo  # its type stubs lack half of what it has
     try:
-        store = dist.TCPStore(at.host, at.port, is_master=False, timeout=timeout)
+        store = dist.TCPStore(at.host, at.port, is_master=False, timeout=forming)
     except RuntimeError as error:
-        raise PeerLost(f"the driver at {at.host}:{at.port} was not reached within {at.timeout_s:g} s") from error
+        raise PeerLost(f"the driver at {at.host}:{at.port} was not reached within {at.form_s:g} s") from error
 
-    def form(name: str, rank: int, size: int) -> GlooGroup:
+    waits = Waits()  # of the main thread; a checkpoint's are of another
+
+    def form(name: str, rank: int, size: int, waits: Waits | None = waits) -> GlooGroup:
         if size == 1:
             return GlooGroup(0, 1, None)
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
-        options._timeout = timeout
+        options._timeout = forming  # for good: to set it later does not reach the transfers, so each wait has its own
         prefix = dist.PrefixStore(f"epoch{at.epoch}/{name}", store)
-        group = GlooGroup(rank, size, gloo(prefix, rank, size, options))
         proof = torch.tensor([rank + 1.0])
-        group.all_reduce(proof).wait()
+        try:
+            group = GlooGroup(rank, size, gloo(prefix, rank, size, options), waits, forming)
+            group.all_reduce(proof).wait()
+        except RuntimeError as error:
+            text = f"group {name} of epoch {at.epoch} was not formed within {at.form_s:g} s"
+            raise PeerLost(f"{text}: {' '.join(str(error).split())}") from error
+        group.limit = timedelta(seconds=at.timeout_s)
         if proof.item() != size * (size + 1) / 2:
             raise RuntimeError(f"group {name} of epoch {at.epoch} failed its proof: {proof.item()}")
         return group
 
+    ring = layout.ring(me)
     return Links(
         pipeline=form(f"pipeline-{me.f}-{me.r}", me.p, layout.stages),
         stage=form(f"stage-{me.p}-{me.r}", me.f, layout.shards),
         replicas=form(f"replicas-{me.p}-{me.f}", me.r, layout.replicas),
-        checkpoint=form(f"checkpoint-{me.p}-{me.r // layout.splits}", layout.piece(me), layout.pieces),
+        checkpoint=form(f"checkpoint-{me.p}-{me.r // layout.splits}", layout.piece(me), layout.pieces, None),
+        copies=form("copies-{}-{}-{}".format(*ring[0]), ring.index(me), len(ring), None),
+        waits=waits,
     )

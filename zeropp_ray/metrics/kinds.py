@@ -8,6 +8,18 @@ ACTIVATIONS = "activations"  # what autograd keeps from a forward to its B; of a
 CHUNK_INPUTS = "chunk inputs"  # of recomputed chunks, from F to RF
 WEIGHT_INPUTS = "weight inputs"  # what B leaves for W: inputs and output gradients of deferred layers
 MESSAGES = "messages"  # receives posted ahead, arrived and not yet used, sends that are not drained
+COPIES = "copies of the state"  # in host memory: two of this member's, two of the one whose buddy it is
 REST = "rest"  # what a task makes and drops, and the model's own buffers
 
-KINDS = (WEIGHTS, GRADIENT_SHARDS, RESIDENT, GRADIENT_BUFFERS, ACTIVATIONS, CHUNK_INPUTS, WEIGHT_INPUTS, MESSAGES, REST)
+KINDS = (
+    WEIGHTS,
+    GRADIENT_SHARDS,
+    RESIDENT,
+    GRADIENT_BUFFERS,
+    ACTIVATIONS,
+    CHUNK_INPUTS,
+    WEIGHT_INPUTS,
+    MESSAGES,
+    COPIES,
+    REST,
+)

@@ -13,6 +13,7 @@ from zeropp_ray.metrics.tensor_memory import Held, TensorMemory
 from zeropp_ray.schedule import Action, Op
 
 if TYPE_CHECKING:
+    from zeropp_ray.copies import Copies
     from zeropp_ray.engine import Engine
     from zeropp_ray.optim import ShardedAdamW
 
@@ -42,9 +43,9 @@ class StepMeter(TensorMemory):
     autograd keeps. So the split at a peak is known when the instruction that ran is over.
     """
 
-    def __init__(self, engine: Engine, optimizer: ShardedAdamW, program: Sequence[Action]) -> None:
+    def __init__(self, engine: Engine, optimizer: ShardedAdamW, copies: Copies, program: Sequence[Action]) -> None:
         super().__init__()
-        self._engine, self._optimizer, self._program = engine, optimizer, program
+        self._state, self._program = (engine, optimizer, copies), program
         self._now = kinds.REST, -1  # ahead of the first instruction
         self._top = 0  # the most bytes while an instruction runs, and what there was then
         self._at_top: list[Held] = []
@@ -76,7 +77,7 @@ class StepMeter(TensorMemory):
 
     def _settle(self) -> None:
         """The running instruction is over: say of every storage what it is, and of the peak how it was split."""
-        claimed = {id(tensor.untyped_storage()): kind for kind, tensor in held(self._engine, self._optimizer)}
+        claimed = {id(tensor.untyped_storage()): kind for kind, tensor in held(*self._state)}
         live = self._live.copy()
         made = {key: storage for key, storage in live.items() if storage.maker == self._now[1]}
         self._name(made, claimed)
@@ -103,11 +104,12 @@ class StepMeter(TensorMemory):
         self._result = StepMemory(result.at_peak, highest, result.where)
 
 
-def held(engine: Engine, optimizer: ShardedAdamW) -> Iterator[tuple[str, torch.Tensor]]:
+def held(engine: Engine, optimizer: ShardedAdamW, copies: Copies) -> Iterator[tuple[str, torch.Tensor]]:
     """What a member holds between two instructions, with its kind of memory; all but what autograd keeps."""
     for flat in engine.sets:
         yield from flat.held()
     yield from ((kinds.WEIGHTS, tensor) for tensor in optimizer.held())
+    yield from ((kinds.COPIES, tensor) for tensor in copies.held())
     yield from ((kinds.WEIGHT_INPUTS, tensor) for tensor in engine.weights.held())
     yield from ((kinds.MESSAGES, tensor) for tensor in engine.step.messages())
     yield from ((kinds.CHUNK_INPUTS, tensor) for tensor in engine.step.chunk_inputs.values())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from zeropp_ray.config import RunConfig
+from zeropp_ray.layout import Member
 from zeropp_ray.metrics import kinds
 from zeropp_ray.precision import Precision
 from zeropp_ray.schedule import Op
@@ -33,6 +34,8 @@ def predict_memory(plan: Plan, config: RunConfig, stage: int) -> dict[str, int]:
     incoming = 0  # of the reduce in flight: what arrives from other shards
 
     now = _between_steps(plan, stage, held, compute, master)
+    if config.recovery.copies:
+        now[kinds.COPIES] = master * _copied(plan, stage)
     fullest = dict(now)
 
     def moment(rest: int = 0) -> None:
@@ -92,6 +95,28 @@ def _between_steps(plan: Plan, stage: int, held: list[ParameterSet], compute: in
     now[kinds.GRADIENT_BUFFERS] = master * _buffered(plan, stage, trained)
     now[kinds.GRADIENT_BUFFERS] += (master + compute * (master != compute)) * _side(plan, trained)
     return now
+
+
+def state_elements(plan: Plan, stage: int) -> tuple[int, int]:
+    """Elements of the state that a member of ``stage`` owns: what steps change, which is masters, two moments and the
+    count of commits; and what they do not, frozen masters.
+    """
+    pieces, owned = plan.layout.pieces, plan.layout.owned(stage)
+    held = [each for each in plan.sets if {*owned} & {*each.chunks}]
+    trained, frozen = ([each for each in held if each.trained is kind] for kind in (True, False))
+    return 3 * _padded(trained, pieces) // pieces + 1, _padded(frozen, pieces) // pieces
+
+
+def _copied(plan: Plan, stage: int) -> int:
+    """Elements of the copies at a member: two versions of what steps change, one of what they do not; of its own state,
+    and of the state that is sent to it.
+    """
+    guarded = plan.layout.guarded(Member(stage, 0, 0))
+    elements = 0
+    for p in [stage] if guarded is None else [stage, guarded.p]:
+        changing, frozen = state_elements(plan, p)
+        elements += 2 * changing + frozen
+    return elements
 
 
 def _exchanged(plan: Plan, held: list[ParameterSet]) -> int:

@@ -1,0 +1,91 @@
+"""What the driver asks of the machines that members are on: where they are, whether they live, and to end them.
+
+On its own node it looks for itself; on every other one an agent does, an actor beside the members, so that a member
+that cannot answer is read and killed all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.processes import kill, stopped
+from actors.progress import Position, read_progress
+
+ANSWER_S = 1.0  # how long an agent may take
+GONE_S = 5.0  # how long the end of a killed process is waited for
+
+
+class Place(NamedTuple):
+    """A member's process and its progress file, on one node."""
+
+    pid: int
+    started: int
+    progress: Path
+
+
+class Sight(NamedTuple):
+    """What can be seen of a member from outside; ``at`` None: nothing was written yet."""
+
+    at: Position | None
+    stopped: bool
+
+
+def look(places: Sequence[Place]) -> list[Sight]:
+    """At members of this node."""
+    return [Sight(read_progress(place.progress), stopped(place.pid)) for place in places]
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
+class NodeAgent:
+    """Sees and ends the members of its node."""
+
+    def look(self, places: list[Place]) -> list[Sight]:
+        return look(places)
+
+    def kill(self, processes: list[tuple[int, int]]) -> bool:
+        return kill(processes, GONE_S)
+
+
+class Nodes:
+    """The nodes of a run by Ray's id of each."""
+
+    def __init__(self) -> None:
+        self._here = ray.get_runtime_context().get_node_id()
+        self._agents: dict[str, Any] = {}
+
+    def look(self, node: str, places: list[Place]) -> list[Sight] | None:
+        """At members of ``node``; None if it does not answer."""
+        if node == self._here:
+            return look(places)
+        with suppress(ray.exceptions.RayError, TimeoutError):
+            return ray.get(self._agent(node).look.remote(places), timeout=ANSWER_S)
+        return None
+
+    def kill(self, node: str, processes: list[tuple[int, int]]) -> None:
+        """End processes of ``node``. If it does not answer, they are gone with it, or cannot be reached."""
+        if node == self._here:
+            kill(processes, GONE_S)
+            return
+        with suppress(ray.exceptions.RayError, TimeoutError):
+            ray.get(self._agent(node).kill.remote(processes), timeout=ANSWER_S + GONE_S)
+
+    def watch(self, nodes: set[str]) -> None:
+        """Start what is needed to see members of ``nodes`` later."""
+        for node in nodes - {self._here}:
+            self._agent(node)
+
+    def _agent(self, node: str) -> Any:
+        if node not in self._agents:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            self._agents[node] = NodeAgent.options(scheduling_strategy=there).remote()  # type: ignore[attr-defined]
+        return self._agents[node]
+
+    def end(self) -> None:
+        for agent in self._agents.values():
+            ray.kill(agent, no_restart=True)
