@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import ray
 
 EVERY_S = 2.0  # between two questions
-ANSWER_S = 0.5  # how long an answer may take; it usually takes a millisecond
-LATER_S = 60.0  # between two questions if there was no answer: they may cost a run no more than 1%
+ANSWER_S = 1.0  # how long an answer may take; it usually takes half a millisecond
+LATER_S = 100.0  # between two questions if there was no answer: they may cost a run no more than 1%
 
 
 class DrainWatch:
@@ -28,8 +29,8 @@ class DrainWatch:
             return ""
         try:
             # Ray has no public way to ask; this one has a time limit.
-            client = ray._private.worker.global_worker.gcs_client
-            draining: dict[str, int] = client.get_draining_nodes(timeout=ANSWER_S)
+            worker: Any = ray._private.worker.global_worker
+            draining: dict[str, int] = worker.gcs_client.get_draining_nodes(timeout=ANSWER_S)
         except Exception:  # of whatever kind: the run needs no answer
             self._next = now + LATER_S
             return ""

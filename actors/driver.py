@@ -108,7 +108,6 @@ class Run:
         self._faults = Faults(inject, folder.scratch / "injected") if inject else None
         self._history = History()
         self._slowness = Slowness(_planned(plan), config.recovery.slow_factor)
-        self._draining = DrainWatch(self._members.nodes)
         self._decision: Any = None  # on the last step, not yet told to the members
         self._marks: dict[int, Progress] = {}  # where the run stood after recent steps
         self._copied: list[int] = []  # the last steps whose copy was ordered, since members last joined
@@ -133,6 +132,7 @@ class Run:
         self._progress = self._begin()
         self._marks[self._progress.step] = self._progress
         self._validation = math.nan
+        self._draining = DrainWatch(self._members.nodes)
         self._record = Record(self._folder.path, self._progress)
         units = list(self._plan.program.spec.units)
         self._checkpoints = Checkpoints(self._config, self._folder.path, units, self._data, self._progress.step)

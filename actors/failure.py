@@ -115,8 +115,8 @@ class Watch:
         # One instruction may take long in a large model; what it takes is known once a step was seen.
         longest = PATIENCE * self.longest_step_s if self.longest_step_s else self._config.resources.step_timeout_s
         stuck = standing_still(sights, busy, limits.hang_s, max(limits.hang_s, longest))
+        by_me = {member.me: member for member in self._members}
         if stuck:
-            by_me = {member.me: member for member in self._members}
             seen = {each.member: each for each in stuck}
             places = {me: _describe(me, _at(sights[me]), programs) for me in seen}
             texts = [f"{by_me[me]} stands still in {places[me]}: {each.evidence}" for me, each in seen.items()]
@@ -136,7 +136,7 @@ class Watch:
             if each.member not in self._suspected:
                 where = _describe(each.member, _at(sights[each.member]), programs)
                 more = f"it is replaced after {limits.hang_s:g} s" if limits.enabled else "the run waits"
-                yield {"kind": "log", "text": f"{each.member} stands still in {where}: {each.evidence}; {more}"}
+                yield {"kind": "log", "text": f"{by_me[each.member]} stands still in {where}: {each.evidence}; {more}"}
         self._suspected = {each.member for each in suspects}
 
     # -- causes -------------------------------------------------------------------------------------------------------
@@ -189,6 +189,15 @@ class Watch:
             return MemberFault(str(error), "error", at=place, evidence=str(error), trace=trace)
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return MemberFault(f"{member} failed in {place}: {text}", "error", at=place, evidence=text, trace=trace)
+
+
+def quietly(watched: Generator[Event, None, list[Any]]) -> list[Any]:
+    """The results of watched calls that do not take long: what happens on the way is not told."""
+    while True:
+        try:
+            next(watched)
+        except StopIteration as done:
+            return done.value
 
 
 def _at(sight: Sight | None) -> Position | None:

@@ -18,6 +18,8 @@ from zeropp_ray.checkpoint.reader import open_checkpoint
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.faults import Fault
 
+KILLED_S = 0.5  # how long the end of a node is waited for; Ray says so only seconds later
+
 
 def carry_out(fault: Fault, member: MemberHandle) -> None:
     """A fault of :meth:`~zeropp_ray.faults.Faults.due_at_driver`, before the calls of its step. ``member``: whose node
@@ -30,8 +32,9 @@ def carry_out(fault: Fault, member: MemberHandle) -> None:
 
 
 def kill_node(member: MemberHandle) -> None:
-    """Kill the node that ``member`` is on, as a loss of power does: its raylet and all workers at once. Returns when it
-    is gone. Raises ConfigError if it is the driver's own, which nobody would survive.
+    """Kill the node that ``member`` is on, as a loss of power does: its raylet and all workers at once.
+
+    Raises ConfigError if it is the driver's own, which nobody would survive.
     """
     assert member.identity is not None
     if member.identity.node_id == ray.get_runtime_context().get_node_id():
@@ -39,8 +42,8 @@ def kill_node(member: MemberHandle) -> None:
             f"--inject node: {member} is on the node of the driver and of this command; join a cluster of more nodes "
             "with --address, and name a member on another one (members.json tells where they are)"
         )
-    with suppress(ray.exceptions.RayActorError):
-        ray.get(member.actor.__ray_call__.remote(_end_node))
+    with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # who is gone cannot answer
+        ray.get(member.actor.__ray_call__.remote(_end_node), timeout=KILLED_S)
 
 
 def _end_node(worker: Any) -> None:

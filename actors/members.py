@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from actors.failure import Programs, Watch
+from actors.failure import Programs, Watch, quietly
 from actors.folder import RunFolder
 from actors.nodes import Nodes
 from actors.stage_group import MemberHandle, StageGroup, start_worker
@@ -158,22 +158,12 @@ class Members:
         self, method: str, *arguments: Any, timeout_s: float, orders: Mapping[Member, Orders] | None = None
     ) -> list[Any]:
         """The same, for what does not take long: nothing is told."""
-        waiting = self.watched(method, *arguments, timeout_s=timeout_s, orders=orders)
-        while True:
-            try:
-                next(waiting)
-            except StopIteration as done:
-                return done.value
+        return quietly(self.watched(method, *arguments, timeout_s=timeout_s, orders=orders))
 
     def await_all(self, calls: list[Any], members: Sequence[MemberHandle]) -> list[Any]:
         """The results of one call each of some ``members``, such as the successors of lost ones."""
         watch = self.watch if members is self.all else Watch(self._config, list(members), self._nodes, self._folder)
-        waiting = watch.collect(calls, timeout_s=START_S, programs=self._programs)
-        while True:
-            try:
-                next(waiting)
-            except StopIteration as done:
-                return done.value
+        return quietly(watch.collect(calls, timeout_s=START_S, programs=self._programs))
 
     # -- recovery -----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,8 +57,11 @@ class Nodes:
     """The nodes of a run by Ray's id of each."""
 
     def __init__(self) -> None:
-        self._here = ray.get_runtime_context().get_node_id()
         self._agents: dict[str, Any] = {}
+
+    @cached_property
+    def _here(self) -> str:
+        return ray.get_runtime_context().get_node_id()
 
     def look(self, node: str, places: list[Place]) -> list[Sight] | None:
         """At members of ``node``; None if it does not answer."""

@@ -315,6 +315,6 @@ def _recorded(run: Path, drive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         code = getattr(error, "exit_code", ZeroppError.exit_code)
         append_end(run, "stopped" if isinstance(error, Stopped) else "failed", code, str(error))
         raise
-    error = summary["error"]
-    append_end(run, "failed" if error else "done", ZeroppError.exit_code if error else 0, error or "")
+    wrong = summary["error"]
+    append_end(run, "failed" if wrong else "done", ZeroppError.exit_code if wrong else 0, wrong or "")
     return summary

@@ -32,6 +32,7 @@ from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
 Event = dict[str, Any]
 
 EVIDENCE = "its process was killed or crashed"
+CLUSTER_S = 5.0  # how long the head of the cluster may take to answer
 
 
 class DriverDied(ZeroppError):
@@ -70,8 +71,10 @@ class Supervisor:
         """
         self._noticed, alive_s = time.monotonic(), self._last_sign_of_life_s()
         place = self._note_progress()
-        self._clear()
         text = f"the driver of the run died in {place}: {EVIDENCE}"
+        if not _cluster_answers():
+            raise ZeroppError(f"{text}; and the Ray cluster that it ran on does not answer any more")
+        self._clear()
         checkpoint = self._newest()
         if self.folder.stop.exists():
             raise self._stopped(text, checkpoint)
@@ -143,3 +146,13 @@ class Supervisor:
             return ZeroppError(f"stopped; {text}, before there was a checkpoint")
         again = f"go on with: zeropp train --resume {shlex.quote(str(self.folder.path))}"
         return Stopped(f"stopped; {text}; the newest checkpoint is of step {checkpoint[0]}, {again}")
+
+
+def _cluster_answers() -> bool:
+    """Whether the head of the cluster lives. Ray's other questions wait for a minute, and then end the process."""
+    worker: Any = ray._private.worker.global_worker
+    try:
+        worker.gcs_client.internal_kv_get(b"zeropp", None, timeout=CLUSTER_S)
+    except ray.exceptions.RayError:
+        return False
+    return True

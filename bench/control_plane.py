@@ -35,14 +35,18 @@ def control_plane(counts: Sequence[int], rounds: int) -> Iterator[Rounds]:
     A round is what ``actors.driver`` does per step: one call per member that carries the last decision, all votes
     collected, the decision made. Ends early, with what it has, when the machine's memory runs low.
     """
-    from actors.failure import collect
+    from actors.failure import Watch, quietly
+    from actors.folder import RunFolder
+    from actors.nodes import Nodes
     from actors.stage_group import MemberHandle
+    from zeropp_ray.config import RunConfig
     from zeropp_ray.layout import Member
     from zeropp_ray.vote import decide
 
     with _cluster() as ray:
         voter = _voter(ray)
         handles: list[MemberHandle] = []
+        watch = Watch(RunConfig(), handles, Nodes(), RunFolder(Path(), Path(), ""))
         start = time.monotonic()
         for count in counts:
             while len(handles) < count:
@@ -61,7 +65,7 @@ def control_plane(counts: Sequence[int], rounds: int) -> Iterator[Rounds]:
                     seconds.clear()
                 began = time.monotonic()
                 calls = [member.actor.advance.remote(step, decision) for member in handles]
-                votes = collect(handles, calls, timeout_s=60, where=lambda member: None, programs=())
+                votes = quietly(watch.collect(calls, timeout_s=60, programs=()))
                 decision = decide(step, votes, 1.0)
                 seconds.append(time.monotonic() - began)
             process = time.process_time() - process

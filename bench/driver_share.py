@@ -45,7 +45,7 @@ def _driver() -> Any:
     import ray
 
     from actors.driver import Run, RunFolder
-    from actors.stage_group import MemberHandle, StageGroup
+    from actors.stage_group import MemberHandle
     from zeropp_ray.checkpoint import run_id
     from zeropp_ray.comm.base import Counters
     from zeropp_ray.config import RunConfig
@@ -62,7 +62,7 @@ def _driver() -> Any:
             self.seconds = seconds
             self.worked: list[tuple[float, float]] = []
 
-        def advance(self, step: int, decision: Any) -> Vote:
+        def advance(self, step: int, decision: Any, orders: Any = None) -> Vote:
             start = time.monotonic()
             time.sleep(self.seconds)
             self.worked.append((start, time.monotonic()))
@@ -93,16 +93,15 @@ def _driver() -> Any:
             plan = make_plan(config)
             with tempfile.TemporaryDirectory() as folder:
                 run_id.create(Path(folder))
-                run = Run(config, plan, RunFolder(Path(folder), Path(folder), folder))
-                stage = object.__new__(StageGroup)
+                run = Run(config, plan, RunFolder(Path(folder), Path(folder), folder), {})
                 me = next(plan.layout.members())
-                stage.members = [MemberHandle(me, SleepingWorker.remote(seconds)) for _ in range(members)]
-                run._stages, run._all = [stage], stage.members
+                handles = [MemberHandle(me, SleepingWorker.remote(seconds)) for _ in range(members)]
+                run._members.all += handles
                 process = []
                 for event in run.train():
                     if event["kind"] == "step":
                         process.append(event["driver_process_s"])
-                worked = ray.get([member.actor.all_worked.remote() for member in stage.members])
+                worked = ray.get([member.actor.all_worked.remote() for member in handles])
                 ends = [max(end for _, end in step) for step in zip(*worked, strict=True)]
                 starts = [min(start for start, _ in step) for step in zip(*worked, strict=True)]
                 gaps = [start - end for end, start in zip(ends[:-1], starts[1:], strict=True)]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,34 @@ def _driven(config: Any, plan: Any, corpus: Any, folder: Path) -> dict[str, floa
 
     from actors.driver import Run
     from actors.folder import RunFolder
+    from actors.members import Members
     from zeropp_ray.checkpoint import run_id
     from zeropp_ray.checkpoint.resume import identity_of
+
+    class TimedMembers(Members):
+        def __init__(self, note: Callable[[str], None], *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.note = note
+
+        def place(self) -> None:
+            super().place()
+            self.note("placement")
+
+        def build(self, members: Any) -> None:
+            self.note("members' processes")
+            super().build(members)
+            self.note("build")
+
+        def join(self, faults: Any = None) -> None:
+            super().join(faults)
+            self.note("rendezvous")
 
     class TimedRun(Run):
         """Notes the time at the end of each part. ``called``: when its process was asked for."""
 
         def __init__(self, called: float, *arguments: Any) -> None:
             super().__init__(*arguments)
+            self._members = TimedMembers(self.note, *arguments)
             self.parts: dict[str, float] = {}
             self.last = called
             self.note("driver's process")
@@ -79,20 +99,9 @@ def _driven(config: Any, plan: Any, corpus: Any, folder: Path) -> dict[str, floa
             self.parts[part] = now - self.last
             self.last = now
 
-        def _place(self) -> Any:
-            group = super()._place()
-            self.note("placement")
-            return group
-
-        def _call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
-            if method == "join":
-                self.note("build")
-            result = super()._call(method, *arguments, timeout_s=timeout_s)
-            names = {"identify": "members' processes", "join": "rendezvous", "advance": "a later step"}
-            if method in names:
-                first = method == "advance" and "first step" not in self.parts
-                self.note("first step" if first else names[method])
-            return result
+        def _after(self, step: int, votes: Any) -> None:
+            super()._after(step, votes)
+            self.note("first step" if step == 1 else "a later step")
 
     @ray.remote(num_cpus=0)
     def drive(*arguments: Any) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 import traceback
 from collections.abc import Sequence
@@ -135,16 +134,19 @@ class Outcome:
 
     def against(self, twin: Outcome) -> tuple[str, ...]:
         """A cell for each of COLUMNS; of several recoveries the longest times, and all steps that were replayed."""
-        noticed, resumed = (
-            max((event[name] for event in self.recoveries), default=math.nan) for name in ("noticed_s", "resumed_s")
-        )
         return (
             str(len(self.recoveries)),
-            *("-" if math.isnan(seconds) else f"{seconds:.2f} s" for seconds in (noticed, resumed)),
+            self._longest("noticed_s"),
+            self._longest("resumed_s"),
             str(sum(event["replayed"] for event in self.recoveries)),
             "equal" if self.digest == twin.digest else "differs",
             "equal" if self.losses == twin.losses else "differ",
         )
+
+    def _longest(self, name: str) -> str:
+        """Of the recoveries that tell it; when a connection broke is not known."""
+        seconds = [event[name] for event in self.recoveries if event[name] is not None]
+        return f"{max(seconds):.2f} s" if seconds else "-"
 
 
 def _in(folder: Path, config: RunConfig, name: str) -> RunConfig:

@@ -126,7 +126,7 @@ def same(ours: list, theirs: list) -> bool:
 
 
 def small(*mesh: int, **settings) -> RunConfig:
-    return configuration(*mesh, N=2, b=1, **settings)
+    return configuration(*mesh, N=3, b=1, **settings)
 
 
 CONFIGS = {
@@ -142,7 +142,12 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+SHORT = ("2112", "zero1-alone", "frozen-zero1")
+
+
+@pytest.mark.parametrize(
+    "name", [*SHORT, *(pytest.param(n, marks=pytest.mark.full) for n in sorted(CONFIGS.keys() - SHORT))]
+)
 def test_a_killed_member_comes_back_and_the_run_ends_alike(name):
     config, victim = CONFIGS[name]
     with harness.members(config, samples_of(config)) as run:
@@ -179,9 +184,12 @@ def test_a_copy_that_a_death_cut_off_does_not_count():
         steps(run, 3, 3)
         copy(run, 3)
         steps(run, 4, 4)
-        run.pipes[1][1].send(("die_in_copy", ()))
-        run.pipes[1][1].recv()
-        run.call("copy_state", 4)
+        dying = run.pipes[1][1]
+        dying.send(("die_in_copy", ()))
+        dying.recv()
+        for _, pipe in run.pipes:
+            pipe.send(("copy_state", (4,)))
+        assert [pipe.recv() for _, pipe in run.pipes if pipe is not dying] == [None, None]
         fail(run, 5, [second])
         run.recover([second])
         held = dict(zip((first, second, third), run.call("holdings"), strict=True))
@@ -239,7 +247,7 @@ def test_an_abort_from_another_thread_frees_a_member_that_waits():
         (_, waiting), (_, asleep) = run.pipes
         run.call("abort_in", 0.3)
         waiting.send(("advance", (1, None)))
-        asleep.send(("nap", (5.0,)))
+        asleep.send(("nap", (2.0,)))
         answer = waiting.recv()
         assert not asleep.poll(), "it came free when its peer woke up"
         assert isinstance(answer, MemberError)

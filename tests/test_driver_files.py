@@ -54,7 +54,7 @@ def test_skipped_steps_are_counted_over_the_whole_run(tmp_path: Path) -> None:
     def train(record: Record, steps: range, skipped: set[int]) -> None:
         for step in steps:
             record.begin_step()
-            record.committed(_decision(step, skipped), 1e-3, 0.0, 8)
+            list(record.committed(_decision(step, skipped), 1e-3, 0.0, 8))
 
     train(Record(tmp_path, progress(0, 0)), range(1, 7), {2, 3, 6})
     resumed = Record(tmp_path, progress(4, 2))  # the checkpoint after step 4; steps 5 and 6 are taken again

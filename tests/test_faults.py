@@ -345,6 +345,8 @@ def test_what_differs_is_told():
     assert not other.equals(twin)
     assert other.against(twin) == ("0", "-", "-", "0", "differs", "differ")
     assert not Outcome("a", [(1, 5.0, None)], [], "died").equals(twin)
+    unknown = Outcome("a", [], [{"noticed_s": None, "resumed_s": 1.0, "replayed": 0}])
+    assert unknown.against(twin)[1:3] == ("-", "1.00 s")
 
 
 def test_a_wrong_fault_starts_nothing(tmp_path, monkeypatch):
@@ -364,7 +366,7 @@ def test_a_drill(tmp_path, monkeypatch):
     result = CliRunner().invoke(zeropp, ["drill", *arguments, "--inject", "kill stage=1 member=0 step=5 at=B"])
     assert result.exit_code == 0, result.output
     row = result.output.splitlines()[-1]
-    assert re.fullmatch(r"kill stage=1 member=0 step=5 at=B +1 +\d\.\d\d s +\d\.\d\d s +1 +equal +equal", row), row
+    assert re.fullmatch(r"kill stage=1 member=0 step=5 at=B +1 +\d\.\d\d s +\d\.\d\d s +\d +equal +equal", row), row
     (folder,) = (tmp_path / "runs").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["1-kill", "undisturbed"]
     events = [json.loads(line) for line in (folder / "1-kill" / "events.jsonl").read_text().splitlines()]

@@ -194,16 +194,17 @@ def test_the_speed_of_a_dtype_is_measured():
 
 @pytest.mark.parametrize(("times", "said"), [((0.5, 0.6), False), ((0.5, 400.0), True)])
 def test_a_processor_without_bf16_is_told_before_the_first_step(monkeypatch, times, said):
-    run = Run(bf16(2, 1), None, RunFolder(Path(), Path(), ""))
-    monkeypatch.setattr(run, "_call", lambda method, timeout_s: list(times))
-    monkeypatch.setattr(run, "_all", ["stage 0 on here", "stage 1 on there"])
+    run = Run(bf16(2, 1), make_plan(bf16(2, 1)), RunFolder(Path(), Path(), ""), {})
+    monkeypatch.setattr(run._members, "call", lambda method, timeout_s: list(times))
+    monkeypatch.setattr(run._members, "all", ["stage 0 on here", "stage 1 on there"])
     texts = [event["text"] for event in run._remarks()]
     assert len(texts) == said
     for text in texts:
         assert text.startswith(
             "train.dtype = 'bfloat16': a matrix product takes 400 times as long as in float32 at stage 1"
         )
-    assert not list(Run(configuration(2, 1), None, RunFolder(Path(), Path(), ""))._remarks())
+    fp32 = configuration(2, 1)
+    assert not list(Run(fp32, make_plan(fp32), RunFolder(Path(), Path(), ""), {})._remarks())
 
 
 def test_a_checkpoint_of_a_model_that_is_valid_in_bf16_alone_loads(tmp_path):

@@ -140,8 +140,10 @@ def test_ray_job_stop(tmp_path: Path) -> None:
     ray.init(address="local", num_cpus=2, include_dashboard=True, dashboard_port=0)
     try:
         client = JobSubmissionClient(f"http://{ray._private.worker.global_worker.node.webui_url}")
+        here = ["--address", ray.get_runtime_context().gcs_address]  # others may be on this machine
         settings = [f"{name}.{key}={value}" for name, section in SMALL.items() for key, value in section.items()]
-        arguments = ["--name", "job", "--set", f"run.dir={tmp_path}", *(x for s in settings for x in ("--set", s))]
+        arguments = ["--name", "job", "--set", f"run.dir={tmp_path}", *here]
+        arguments += [x for setting in settings for x in ("--set", setting)]
         job = client.submit_job(entrypoint=" ".join([sys.executable, "-m", "jobs.cli", "train", *arguments]))
         run, deadline = tmp_path / "job", time.monotonic() + 120
         metrics = run / "metrics.jsonl"

@@ -24,7 +24,8 @@ def finished(folder: Path, *losses: float, begin: Progress = START, error: str =
     for step, loss in enumerate(losses, begin.step + 1):
         record.begin_step()
         commit = math.isfinite(loss)
-        record.committed(Decision(step, commit, 1.0, loss, 8, 1.0, "" if commit else f"loss is {loss}"), 1e-3, 0.0, 9)
+        decision = Decision(step, commit, 1.0, loss, 8, 1.0, "" if commit else f"loss is {loss}")
+        list(record.committed(decision, 1e-3, 0.0, 9))
     return record.finish([], 1.0, SimpleNamespace(saved_step=2, blocked_s=[]), error)  # type: ignore[arg-type]
 
 
@@ -75,7 +76,7 @@ def test_a_summary_that_cannot_be_written_is_a_failure(tmp_path: Path, monkeypat
 
     record = Record(tmp_path, RESUMED)
     record.begin_step()
-    record.committed(Decision(2, True, 1.0, 2.0, 8, 1.0), 1e-3, 0.0, 9)
+    list(record.committed(Decision(2, True, 1.0, 2.0, 8, 1.0), 1e-3, 0.0, 9))
     monkeypatch.setattr(Path, "write_text", full)
     summary = record.finish([], 1.0, SimpleNamespace(saved_step=2, blocked_s=[]), "")  # type: ignore[arg-type]
     assert summary["outcome"] == "failed"

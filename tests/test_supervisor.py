@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from actors import locks
+from actors import supervisor as module
 from actors.events import EVENTS
 from actors.folder import RunFolder
 from actors.locks import DRIVER, holder, only_driver, only_job
@@ -55,6 +56,7 @@ class Deaths:
 @pytest.fixture
 def deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Supervisor, "_clear", lambda self: None)  # of what is in a cluster
+    monkeypatch.setattr(module, "_cluster_answers", lambda: True)
     return lambda **more: Deaths(tmp_path, **more)
 
 

@@ -144,14 +144,12 @@ class Copies:
         try:
             group, version = self._group, guarded.open()
             before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
-            parts = [(outgoing, guarded.changing[version])]
+            coming, going = [guarded.changing[version]], [outgoing]
             if not self._gave_frozen:
-                parts.append((self._own.frozen, guarded.frozen))
-            posted: list[Transfer] = []
-            for tag, (mine, others) in enumerate(parts, start=2 * step):
-                posted += [group.receive(others, before, tag)] if others.numel() else []
-                posted += [group.send(mine, after, tag)] if mine.numel() else []
+                coming, going = [*coming, guarded.frozen], [*going, self._own.frozen]
+            posted = [group.receive(part, before, 2 * step + i) for i, part in enumerate(coming) if part.numel()]
             self._reached("copy")
+            posted += [group.send(part, after, 2 * step + i) for i, part in enumerate(going) if part.numel()]
             for transfer in posted:
                 transfer.wait()
             guarded.steps[version] = step

@@ -115,7 +115,7 @@ class StageMember:
             eps=train.eps,
             weight_decay=train.weight_decay,
         )
-        self._copies = Copies(
+        self._copies: Copies = Copies(
             plan,
             self.me,
             self._engine.sets,

@@ -11,7 +11,9 @@ point-to-point transfers:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,12 @@ from zeropp_ray.comm.base import Group, Links, PeerLost, Transfer, Waits
 from zeropp_ray.layout import Layout, Member
 
 _NEVER_SENT = 2**31 - 1  # a tag
+
+
+def _short(error: RuntimeError) -> str:
+    """What gloo says, without where in its sources and what it advises."""
+    text = str(error).partition("\n")[0].partition(". This is typically")[0]
+    return re.sub(r"^\[[^]]*] ", "", text)
 
 
 class _Posted:
@@ -49,7 +57,7 @@ class _Posted:
                 for work in self._works:
                     work.wait(self._limit)
             except RuntimeError as error:
-                raise PeerLost(f"transfer failed: {str(error).splitlines()[0]}") from error
+                raise PeerLost(f"transfer failed: {_short(error)}") from error
             finally:
                 self._waits.over += 1
         if self._into is not None:
@@ -83,7 +91,7 @@ class GlooGroup(Group):
         try:
             return getattr(backend, what)([tensor], peer, tag)
         except RuntimeError as error:
-            raise PeerLost(f"transfer failed: {str(error).splitlines()[0]}") from error
+            raise PeerLost(f"transfer failed: {_short(error)}") from error
 
     def _peers(self) -> list[int]:
         return [q for q in range(self.size) if q != self.rank]
@@ -131,10 +139,8 @@ class GlooGroup(Group):
         # gloo's own abort() and shutdown() free no peer, and to drop the last reference is not in our hands: a wait
         # that blocks holds one, and so does each transfer of an aborted step.
         for peer in self._peers():
-            try:
+            with suppress(RuntimeError):  # it timed out, or the socket is closed already
                 self._post("recv", torch.empty(1), peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-            except RuntimeError:  # it timed out, or the socket is closed already
-                pass
         self._backend = None
 
 

@@ -45,7 +45,7 @@ class StepMeter(TensorMemory):
 
     def __init__(self, engine: Engine, optimizer: ShardedAdamW, copies: Copies, program: Sequence[Action]) -> None:
         super().__init__()
-        self._state, self._program = (engine, optimizer, copies), program
+        self._engine, self._optimizer, self._copies, self._program = engine, optimizer, copies, program
         self._now = kinds.REST, -1  # ahead of the first instruction
         self._top = 0  # the most bytes while an instruction runs, and what there was then
         self._at_top: list[Held] = []
@@ -77,7 +77,8 @@ class StepMeter(TensorMemory):
 
     def _settle(self) -> None:
         """The running instruction is over: say of every storage what it is, and of the peak how it was split."""
-        claimed = {id(tensor.untyped_storage()): kind for kind, tensor in held(*self._state)}
+        claims = held(self._engine, self._optimizer, self._copies)
+        claimed = {id(tensor.untyped_storage()): kind for kind, tensor in claims}
         live = self._live.copy()
         made = {key: storage for key, storage in live.items() if storage.maker == self._now[1]}
         self._name(made, claimed)
