@@ -102,10 +102,15 @@ class Watch:
             else:
                 by_node.setdefault(member.identity.node_id, []).append(member)
         for node, here in by_node.items():
-            places = [Place(m.identity.pid, m.identity.started, self._folder.progress_of(m.me)) for m in here]  # type: ignore[union-attr]
+            places = [self._place(member) for member in here]
             seen = self._nodes.look(node, places)
             sights |= {member.me: seen[i] if seen else None for i, member in enumerate(here)}
         return sights
+
+    def _place(self, member: MemberHandle) -> Place:
+        identity = member.identity
+        assert identity is not None
+        return Place(identity.pid, identity.started, self._folder.progress_of(member.me, identity.pid))
 
     def _check(self, calls: list[Any], programs: Programs) -> Generator[Event, None, None]:
         limits = self._config.recovery

@@ -22,9 +22,9 @@ class RunFolder:
     text: Request | None = None  # evaluate on this, and do not train
     job: str = ""  # the job process, see locks.py
 
-    def progress_of(self, member: Member) -> Path:
-        """The file in which a member notes where it is."""
-        return self.scratch / "member-{}-{}-{}".format(*member)
+    def progress_of(self, member: Member, pid: int) -> Path:
+        """The file in which a member's process notes where it is; that of a lost one says nothing of its successor."""
+        return self.scratch / "member-{}-{}-{}-{}".format(*member, pid)
 
     @property
     def stop(self) -> Path:

@@ -131,7 +131,7 @@ def cluster(config: RunConfig, address: str | None, on_event: Callable[[Event], 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    needed = config.parallel.members * config.resources.cpus
+    needed = (config.parallel.members + config.recovery.spares) * config.resources.cpus
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is None:
         cores = os.cpu_count() or 1

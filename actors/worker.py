@@ -93,7 +93,7 @@ class StageWorker:
         torch.set_num_threads(max(1, int(run.resources.cpus)))
         keep_freed_memory()
         if self._member is None:
-            self._me, self._progress = me, ProgressFile(folder.progress_of(me))
+            self._me, self._progress = me, ProgressFile(folder.progress_of(me, os.getpid()))
             self._progress.beat_every(min(BEAT_S, run.recovery.suspect_s / BEATS), self._waits)
         _, f, r = me
         data: MemberData

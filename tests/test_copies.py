@@ -195,7 +195,7 @@ def test_a_copy_that_a_death_cut_off_does_not_count():
         held = dict(zip((first, second, third), run.call("holdings"), strict=True))
         assert held[second] == ((), ())
         assert (held[first].own, held[third].own) == ((3, 4), (3, 4))
-        assert 4 not in held[third].guarded  # what the dead one was to send
+        assert held[third].guarded == (3,)  # 2 is overwritten in part by what the dead one was to send
         assert common_step(run.plan.layout, held) == (3,)
         run.call("restore_copies", 3, frozenset({second}))
         assert all(4 not in {*held.own, *held.guarded} for held in run.call("holdings"))

@@ -137,6 +137,13 @@ def test_a_run_that_was_asked_to_stop_is_not_begun_again(deaths) -> None:
         ours.goes_on_from()
 
 
+def test_a_cluster_that_is_gone_gets_no_other_driver(deaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_cluster_answers", lambda: False)
+    ours = deaths()
+    with pytest.raises(ZeroppError, match="the Ray cluster that it ran on does not answer any more"):
+        ours.goes_on_from()
+
+
 def test_a_second_driver_is_refused_while_the_first_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "LATE_S", 0.2)
     first = "import sys; from pathlib import Path; from actors.locks import only_driver\n"
