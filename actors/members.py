@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from actors.failure import Programs, Watch, quietly
+from actors.failure import MemberFault, Programs, Watch, quietly
 from actors.folder import RunFolder
 from actors.nodes import Nodes
 from actors.stage_group import MemberHandle, StageGroup, start_worker
@@ -207,7 +208,17 @@ class Members:
             member.identity = None
             fresh.append((member, ready))
         members = [member for member, _ in fresh]
-        for member, identity in zip(members, self.await_all([ready for _, ready in fresh], members), strict=True):
+        try:
+            identities = self.await_all([ready for _, ready in fresh], members)
+        except MemberFault as fault:
+            if fault.cause != "hang":
+                raise
+            free, names = ray.available_resources().get("CPU", 0), ", ".join(str(member.me) for member in members)
+            raise ZeroppError(
+                f"no room for a successor of {names} within {START_S:g} s: the cluster has {free:g} CPUs free; add "
+                f"nodes, and go on with: zeropp train --resume {shlex.quote(str(self._folder.path))}"
+            ) from None
+        for member, identity in zip(members, identities, strict=True):
             member.identity = identity
         self._nodes.watch(set(self.nodes()))
         self.build(members)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ FAULTS = "random seed=3 rate=0.17"
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Any]:
+def watched(tmp_path: Path) -> Any:
     """Samples of what the processes of a run hold, taken after each recovery."""
     import ray
 
@@ -46,7 +45,7 @@ def watched(tmp_path: Path) -> Iterator[Any]:
         held["shared memory"] = len(list(Path("/dev/shm").iterdir()))
         samples.append(held)
 
-    yield sample, samples
+    return sample, samples
 
 
 def test_fifty_random_faults(tmp_path: Path, watched: Any) -> None:
