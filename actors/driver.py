@@ -334,7 +334,11 @@ class Run:
         first, at_step = fault, self._progress.step + 1
         self._checkpoints.give_up()
         while True:
-            judge(fault.cause, len(fault.lost), fault.at, str(fault), self._history, self._config.recovery)
+            try:
+                judge(fault.cause, len(fault.lost), fault.at, str(fault), self._history, self._config.recovery)
+            except ZeroppError as end:
+                end.trace = fault.trace  # type: ignore[attr-defined]
+                raise
             yield {"kind": "log", "text": f"{fault}; the others wait"}
             try:
                 action = self._fill(fault.lost)

@@ -57,7 +57,7 @@ class Row:
 
 
 def run(rounds: int, quick: bool, out: Path, *, members: int = 64) -> list[dict[str, Any]]:
-    """All curves as rows; ``out/growth.md`` and, where matplotlib is, ``out/growth.png`` show them.
+    """All curves as rows; ``out/growth.json``, ``growth.md`` and, where matplotlib is, ``out/growth.png`` show them.
 
     Args:
         rounds: how often each point is measured; ``quick`` takes three at most, and the two smallest points of a curve.
@@ -75,7 +75,9 @@ def run(rounds: int, quick: bool, out: Path, *, members: int = 64) -> list[dict[
     out.mkdir(parents=True, exist_ok=True)
     (out / "growth.md").write_text(table(rows), encoding="utf-8")
     plot(rows, out / "growth.png")
-    return [dataclasses.asdict(row) for row in rows]
+    found = [dataclasses.asdict(row) for row in rows]
+    (out / "growth.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
 
 
 def _row(name: str, x: str, at: int, values: list[float], unit: str, **more: float) -> Row:
@@ -180,8 +182,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 @click.option("--members", default=MEMBERS[-1], help="Most members of the control plane.")
 @click.option("--out", default="bench/results", type=click.Path(path_type=Path), help="Folder for what is written.")
 def main(rounds: int, quick: bool, members: int, out: Path) -> None:
-    rows = run(rounds, quick, out, members=members)
-    (out / "growth.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    run(rounds, quick, out, members=members)
     print((out / "growth.md").read_text(encoding="utf-8"), end="")
 
 

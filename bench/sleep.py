@@ -92,7 +92,7 @@ def run(
     size: Size | None = None,
     cases: Sequence[Case] = CASES,
 ) -> list[dict[str, Any]]:
-    """All tables as rows; ``out/sleep.md`` and, where matplotlib is, ``out/sleep.png`` show them.
+    """All tables as rows; ``out/sleep.json``, ``sleep.md`` and, where matplotlib is, ``out/sleep.png`` show them.
 
     Args:
         rounds: steps of each contestant and case; ``quick`` takes three at most.
@@ -106,7 +106,9 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     (out / "sleep.md").write_text(table(rows), encoding="utf-8")
     plot(rows, out / "sleep.png")
-    return [dataclasses.asdict(row) for row in rows]
+    found = [dataclasses.asdict(row) for row in rows]
+    (out / "sleep.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
 
 
 @contextmanager
@@ -288,8 +290,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 @click.option("--unit-ms", default=10.0, help="How long a task of cost 1 sleeps, in milliseconds.")
 @click.option("--out", default="bench/results", type=click.Path(path_type=Path), help="Folder for what is written.")
 def main(rounds: int, quick: bool, unit_ms: float, out: Path) -> None:
-    rows = run(rounds, quick, out, unit_ms=unit_ms)
-    (out / "sleep.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    run(rounds, quick, out, unit_ms=unit_ms)
     print((out / "sleep.md").read_text(encoding="utf-8"), end="")
 
 

@@ -36,7 +36,7 @@ PLAN: dict[str, Any] = {
     "built_whole": "",
     "global_batch": 32,
     "tokens_per_step": 4096,
-    "predicted_memory": {"weights": 3 * 2**20, "activations": 2**19},
+    "predicted_memory": {"weights": 3 * 2**20, "activations": 2**19, "copies of the state": 2**18},
     "bubble": 0.031,
     "gathers": 5,
     "reduces": 4,
@@ -222,7 +222,8 @@ def test_a_run_shows_little_and_logs_the_noise(
     assert "noise" not in shown
     for text in (
         "llama, 870k parameters",
-        "3.5 MiB per member: weights 3.0 MiB, activations 512.0 KiB",
+        "3.8 MiB per member: weights 3.0 MiB, activations 512.0 KiB, copies of the state",
+        "256.0 KiB of that are two copies of its state, and two of its buddy's, made every\n        10 steps",
         "3.1%, with at most 5 live",
         "step 1/2  loss 5.500  9.10k tok/s\n",
         "4 CPUs on 2 cores",

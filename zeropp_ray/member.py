@@ -272,12 +272,12 @@ class StageMember:
         return loss, tokens
 
     def abort(self) -> None:
-        """Leave the epoch. Callable from another thread while a step blocks, which then fails; see :meth:`drop_step`."""
+        """Leave the epoch, from any thread: a wait that blocks fails at once, here and at its peers."""
         if self._links is not None:
             self._links.close()
 
     def drop_step(self) -> None:
-        """After an abort: drop what a step left. Transfers that were posted keep connections open, and peers waiting."""
+        """After an abort: drop what a step left."""
         if self._engine is not None:
             self._engine.abort()
 
