@@ -150,6 +150,16 @@ def test_replicas_are_each_other_s_copies(runs: Runs) -> None:
     assert [event["source"] for event in hurt.recoveries] == ["copies", "copies"]
 
 
+def test_a_slow_member_is_told_and_replaced_if_that_is_wanted(runs: Runs) -> None:
+    fault, factor = "slow=20x stage=1 step=4", {"slow_factor": 4.0}
+    told = runs.check((2, 2, 1, 1), fault, recovery=factor)
+    assert not told.recoveries
+    (line,) = [event["text"] for event in told.told if "is slow" in event.get("text", "")]
+    assert line.startswith("stage 1 shard 0 replica 0 (process ")
+    replaced = runs.check((2, 2, 1, 1), fault, recovery={**factor, "replace_slow": True})
+    assert [event["cause"] for event in replaced.recoveries] == ["slow"]
+
+
 def test_a_run_without_progress_ends(runs: Runs) -> None:
     faults = [f"kill stage=1 step=5 at={at}" for at in ("F", "recovery")]
     with pytest.raises(NoProgress, match=r"no new step over 1 recoveries in a row .*died in"):
