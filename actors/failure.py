@@ -61,6 +61,7 @@ class Watch:
         """``members``: as they are at any time."""
         self._config, self._members, self._nodes, self._folder = config, members, nodes, folder
         self._suspected: set[Member] = set()
+        self._unseen: dict[Member, float] = {}  # since when the nodes of these have not answered
         self.longest_step_s = 0.0  # that was seen; 0: none yet
 
     def collect(self, calls: list[Any], *, timeout_s: float, programs: Programs) -> Generator[Event, None, list[Any]]:
@@ -112,11 +113,18 @@ class Watch:
         assert identity is not None
         return Place(identity.pid, identity.started, self._folder.progress_of(member.me, identity.pid))
 
+    def _patiently(self, sights: Mapping[Member, Sight | None]) -> dict[Member, Sight | None]:
+        """A node is lost if it has not answered for ``recovery.hang_s``: its agent may be about to start."""
+        now, limit = time.monotonic(), self._config.recovery.hang_s
+        self._unseen = {me: self._unseen.get(me, now) for me, sight in sights.items() if sight is None}
+        early = {me for me, since in self._unseen.items() if now - since < limit}
+        return {me: Sight(None, stopped=False) if me in early else sight for me, sight in sights.items()}
+
     def _check(self, calls: list[Any], programs: Programs) -> Generator[Event, None, None]:
         limits = self._config.recovery
         waiting = set(ray.wait(calls, num_returns=len(calls), timeout=0)[1])
         busy = {member.me for member, call in zip(self._members, calls, strict=True) if call in waiting}
-        sights = self._sights(self._members)
+        sights = self._patiently(self._sights(self._members))
         # One instruction may take long in a large model; what it takes is known once a step was seen.
         longest = PATIENCE * self.longest_step_s if self.longest_step_s else self._config.resources.step_timeout_s
         stuck = standing_still(sights, busy, limits.hang_s, max(limits.hang_s, longest))

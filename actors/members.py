@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from actors.failure import MemberFault, Programs, Watch, quietly
 from actors.folder import RunFolder
-from actors.nodes import Nodes
+from actors.nodes import ANSWER_S, Nodes
 from actors.stage_group import MemberHandle, StageGroup, start_worker
 from actors.worker import Orders
 from zeropp_ray.config import RunConfig
@@ -197,8 +197,8 @@ class Members:
         """
         fresh, how = [], "retry"
         for member in [member for member in self.all if member.me in set(lost)]:
-            if self._spares:
-                member.actor, ready, taken = self._spares.pop(0)
+            if (spare := self._warm_spare()) is not None:
+                member.actor, ready, taken = spare
                 self._spare(member.bundle)  # in the place that is free now
                 member.bundle, how = taken, "spare"
             else:
@@ -224,6 +224,20 @@ class Members:
         self.build(members)
         self._write()
         return how
+
+    def _warm_spare(self) -> tuple[Any, Any, int] | None:
+        """A spare that is there. One that died is started again; one that still starts may wait for a node."""
+        for spare in list(self._spares):
+            actor, ready, bundle = spare
+            if not ray.wait([ready], timeout=0)[0]:
+                continue
+            self._spares.remove(spare)
+            alive = actor.identify.remote()
+            if ray.wait([alive], timeout=ANSWER_S)[0] and _answered(alive):
+                return spare
+            ray.kill(actor, no_restart=True)
+            self._spare(bundle)
+        return None
 
     def _spare(self, bundle: int) -> None:
         assert self._group is not None

@@ -278,6 +278,7 @@ def _driver() -> Iterator[Any]:
     try:
         yield driver
     except ray.exceptions.RayActorError as error:
+        print(error, file=sys.stderr)  # the log, under a command
         raise DriverDied("the driver died: its process was killed or crashed; the members went with it") from error
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ZeroppError):

@@ -49,7 +49,7 @@ class Supervisor:
         self._history = History()
         self._from = begun  # where the driver at hand began
         self._step = begun  # the newest that was ever committed
-        self._ran = False  # whether a driver came to its steps, and so decided which checkpoints are the run's
+        self._ran = False  # whether a driver came to its steps, and so set aside what is not gone on from
         self._running = False  # whether the one at hand did
         self._recovery: Event | None = None  # to be told once the new driver is there
         self._noticed = 0.0
@@ -66,12 +66,14 @@ class Supervisor:
     def died(self) -> None:
         """Clear away what a dead driver left, and choose where the next one goes on.
 
-        Raises what ends the run: ZeroppError if this death was one too many, NoProgress if several brought no new step,
-        or Stopped if it was asked to stop.
+        Raises what ends the run: ZeroppError if none came to its steps yet or this death was one too many, NoProgress
+        if several brought no new step, Stopped if the run was asked to stop.
         """
-        self._noticed, alive_s = time.monotonic(), self._last_sign_of_life_s()
+        noticed, alive_s = time.monotonic(), self._last_sign_of_life_s()
         place = self._note_progress()
         text = f"the driver of the run died in {place}: {EVIDENCE}"
+        if not self._ran:
+            raise ZeroppError(text)
         if not _cluster_answers():
             raise ZeroppError(f"{text}; and the Ray cluster that it ran on does not answer any more")
         self._clear()
@@ -83,6 +85,11 @@ class Supervisor:
         self.folder, self._from = replace(self.folder, resume=source.path), source.step
         where = f"the checkpoint of step {source.step}" if source.path else "the start: there is no good checkpoint"
         self._tell({"kind": "log", "text": f"{text}; another one goes on from {where}"})
+        back = {"source": source.kind, "from_step": source.step, "replayed": self._step - source.step}
+        if self._recovery is not None:  # it died on the way back: that is one recovery
+            self._recovery |= back
+            return
+        self._noticed = noticed
         self._recovery = {
             "kind": "recovery",
             "cause": "driver",
@@ -91,9 +98,7 @@ class Supervisor:
             "evidence": EVIDENCE,
             "step": self._step + 1,
             "action": "restart",
-            "source": source.kind,
-            "from_step": source.step,
-            "replayed": self._step - source.step,
+            **back,
             "noticed_s": alive_s,
         }
 
@@ -132,9 +137,7 @@ class Supervisor:
             raise ZeroppError(f"{last_driver(self.folder.path)} of the run is lost, but still holds {self.folder.path}")
 
     def _newest(self) -> Any:
-        """Step and path of the newest good checkpoint, or None. Before the first step it is what the user said."""
-        if not self._ran:
-            return None if self.folder.resume is None else (self._from, self.folder.resume)
+        """Step and path of the newest good checkpoint, or None."""
         try:
             checkpoint = latest(self.folder.path, lambda text: self._tell({"kind": "log", "text": f"warning: {text}"}))
         except ConfigError:

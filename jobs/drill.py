@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,14 +176,17 @@ def _train(config: RunConfig, faults: Sequence[Fault], address: str | None) -> O
     keep_tokenizer(config, folder)
     with only_job(folder), quiet(folder / "log.txt"):
         try:
-            summary = run_training(
-                config, address=address, run_dir=folder, on_event=lambda event: None, inject=tuple(faults)
-            )
+            summary = run_training(config, address=address, run_dir=folder, on_event=_note, inject=tuple(faults))
             error = summary["error"] or ""
         except ZeroppError as caught:
             traceback.print_exc()  # into the log
             error = str(caught)
     return _outcome(folder, error)
+
+
+def _note(event: Mapping[str, Any]) -> None:
+    if event["kind"] == "log":
+        print(event["text"])  # into the log
 
 
 def _outcome(folder: Path, error: str) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,11 @@ def test_a_run_without_a_checkpoint_begins_again(deaths) -> None:
     assert "from the start: there is no good checkpoint" in ours.texts()
 
 
-def test_what_the_user_gave_up_is_not_gone_on_from(deaths, tmp_path: Path) -> None:
-    """Until a driver has set later checkpoints aside they lie there."""
-    for step in (5, 10):
-        saved_run(tmp_path / "run", config(), step=step)
-    ours = deaths(resume=tmp_path / "run" / "checkpoints" / "step-00000005", begun=5)
-    (ours.run / "metrics.jsonl").write_text('{"step": 10}\n')
-    assert ours.goes_on_from() == "step-00000005"
-    assert "died in its start" in ours.texts()
+def test_a_driver_that_dies_before_the_first_step_ends_the_run(deaths) -> None:
+    ours = deaths()
+    saved_run(ours.run, config(), step=5)  # may be one that the user gives up, and is not set aside yet
+    with pytest.raises(ZeroppError, match=r"the driver of the run died in its start: its process"):
+        ours.goes_on_from()
 
 
 def test_budgets(deaths) -> None:
@@ -140,6 +138,8 @@ def test_a_run_that_was_asked_to_stop_is_not_begun_again(deaths) -> None:
 def test_a_cluster_that_is_gone_gets_no_other_driver(deaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_cluster_answers", lambda: False)
     ours = deaths()
+    saved_run(ours.run, config(), step=5)
+    ours.reach(8)
     with pytest.raises(ZeroppError, match="the Ray cluster that it ran on does not answer any more"):
         ours.goes_on_from()
 
@@ -170,27 +170,27 @@ def driver_of(run: CommandRun) -> psutil.Process:
 
 @pytest.mark.ray
 def test_a_run_whose_driver_dies_ends_as_if_it_had_not(command) -> None:
-    """Once while members start, and once in the steps."""
+    """Once in its steps, and once more while the next one starts."""
     settings = ["model.dim=32", "model.heads=2", "model.seq_len=32", "parallel.microbatch_size=1", "train.steps=60"]
     settings += ["parallel.shards=1", "train.eval_every=0", "train.eval_sequences=16", "checkpoint.every_steps=10"]
     twin = command(*settings, name="twin")
     assert twin.end([], within_s=120)[0] == 0
     run = command(*settings)
-    run.wait_for(run.folder / "members.json")
-    driver_of(run).kill()
     run.wait_for_step(12)
     killed, members = driver_of(run), [psutil.Process(member["pid"]) for member in run.members()]
     killed.kill()
+    while f'"pid": {members[0].pid},' in (run.folder / "members.json").read_text():
+        time.sleep(0.05)
+    driver_of(run).kill()
     code, output = run.end(members, within_s=120)
     assert code == 0, output
     assert output.count("another one goes on from") == 2
     assert find(run.folder).digest(state=True) == find(twin.folder).digest(state=True)
     assert losses(run) == losses(twin)
-    first, second, end = (json.loads(line) for line in (run.folder / EVENTS).read_text().splitlines())
-    assert (first["at"], first["from_step"], first["action"]) == ("its start", 0, "restart")
-    assert second["member"].startswith(f"driver (process {killed.pid} on ")
-    assert second["from_step"] % 10 == 0
-    assert second["replayed"] == second["step"] - 1 - second["from_step"]
+    first, end = (json.loads(line) for line in (run.folder / EVENTS).read_text().splitlines())
+    assert first["member"].startswith(f"driver (process {killed.pid} on ")
+    assert (first["at"], first["action"]) == (f"step {first['step']}", "restart")
+    assert first["replayed"] == first["step"] - 1 - first["from_step"]
     assert (end["kind"], end["outcome"], end["exit_code"]) == ("end", "done", 0)
     assert (run.folder / "summary.json").exists()
 
