@@ -133,7 +133,7 @@ class Run:
         self._marks[self._progress.step] = self._progress
         self._validation = math.nan
         self._draining = DrainWatch(self._members.nodes)
-        self._record = Record(self._folder.path, self._progress)
+        self._record = Record(self._folder.path, self._progress, self._folder.job)
         units = list(self._plan.program.spec.units)
         self._checkpoints = Checkpoints(self._config, self._folder.path, units, self._data, self._progress.step)
         # The second step is the first with an update in it.
@@ -364,7 +364,6 @@ class Run:
             "resumed_s": time.monotonic() - began,
             "time": time.time(),
         }
-        self._record.recovered(event)
         append_event(self._folder.path, event)
         yield event
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.checkpoints import Checkpoints
+from actors.events import EVENTS, append_event
 from zeropp_ray.checkpoint.manifest import CHECKPOINTS, Progress, folder_name
 
 Event = dict[str, Any]
@@ -20,15 +21,18 @@ Event = dict[str, Any]
 class Record:
     """Written while a run goes on. A resumed run keeps the lines up to its checkpoint and takes the later ones anew."""
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, progress: Progress, job: str = "") -> None:
+        """``job``: the job process, whose time the run takes, over several drivers if it must be."""
+        self._folder, self._job = folder, job
+        append_event(folder, {"kind": "begin", "job": job, "step": progress.step, "time": time.time()})
         metrics, kept = folder / "metrics.jsonl", folder / ".metrics.jsonl"
         lines = _lines_up_to(metrics, progress.step)
         kept.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         kept.replace(metrics)  # at once, so that the history is never lost
         (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
         self._metrics, self._unwritten = metrics.open("ab", buffering=0), b""
-        self._losses: list[float | None] = [line["loss"] for line in lines if "loss" in line]
+        self._losses: dict[int, float | None] = {line["step"]: line["loss"] for line in lines if "loss" in line}
+        self._took = {line["step"]: line.get("seconds", 0.0) for line in lines if "loss" in line}
         self._tokens = self._tokens_before = progress.tokens
         self._committed = progress.commits
         self._skipped, self._reason = progress.step - progress.commits, ""
@@ -36,8 +40,6 @@ class Record:
         self._own: list[tuple[float, float]] = []  # the driver's process time and its blocked time, of each step
         self.step = progress.step  # the newest that was recorded
         self._evaluated = {line["step"] for line in lines if "validation_loss" in line}
-        self._began_run = time.perf_counter()
-        self._recoveries: list[Event] = []
         self._memory: dict[str, Any] | None = None
 
     def begin_step(self) -> None:
@@ -51,7 +53,7 @@ class Record:
         seconds, process_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
         loss = _finite(decision.loss)
         if decision.step <= self.step:
-            before = self._losses[decision.step - 1]
+            before = self._losses.get(decision.step)
             if loss != before:
                 text = f"step {decision.step} came to another loss when it was taken again: {loss}, {before} before"
                 yield {"kind": "log", "text": text}
@@ -59,7 +61,7 @@ class Record:
         self.step = decision.step
         self._seconds.append(seconds)
         self._own.append((process_s, seconds - busiest_s))
-        self._losses.append(loss)
+        self._losses[decision.step], self._took[decision.step] = loss, seconds
         self._tokens += decision.tokens
         self._committed += decision.commit
         self._skipped += not decision.commit
@@ -77,10 +79,6 @@ class Record:
             line["reason"] = self._reason = decision.reason
         self._write(line)
         yield {"kind": "step", "steps": steps, "driver_process_s": process_s, **line}
-
-    def recovered(self, event: Event) -> None:
-        """Count a recovery."""
-        self._recoveries.append(event)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the evaluation after ``step`` is recorded."""
@@ -129,8 +127,8 @@ class Record:
             "steps": len(self._losses),
             "tokens": self._tokens,
             "skipped_steps": self._skipped,
-            "first_loss": self._losses[0],
-            "last_loss": self._losses[-1],
+            "first_loss": self._losses[min(self._losses)],
+            "last_loss": self._losses[max(self._losses)],
             "validation_loss": _finite(validation_loss),
             "tokens_per_s": (self._tokens - self._tokens_before) / sum(self._seconds),
             "seconds": sum(self._seconds),
@@ -145,9 +143,7 @@ class Record:
             "peak_resident_elements": [report.measured.peak_resident_elements for report in reports],
             "peak_open_gradient_buffers": [report.peak_open_gradient_buffers for report in reports],
             "memory": self._memory,
-            "recoveries": dict(Counter(event["cause"] for event in self._recoveries)),
-            "replayed_steps": sum(event["replayed"] for event in self._recoveries),
-            "effective_share": sum(self._seconds) / (time.perf_counter() - self._began_run),
+            **self._faults(),
             "checkpoint": f"{CHECKPOINTS}/{folder_name(checkpoints.saved_step)}"
             if checkpoints.saved_step > 0
             else None,
@@ -163,6 +159,25 @@ class Record:
             path.unlink(missing_ok=True)
             summary |= {"outcome": "failed", "error": error or f"{path} could not be written: {caught.strerror}"}
         return summary
+
+    def _faults(self) -> dict[str, Any]:
+        """What the run recovered from, whichever driver did it, and how much of the job's time went into its steps."""
+        events = list(_lines_of(self._folder / EVENTS))
+        recoveries = [event for event in events if event["kind"] == "recovery"]
+        begin = next((e for e in events if e["kind"] == "begin" and e["job"] == self._job), None)
+        useful = sum(seconds for step, seconds in self._took.items() if begin is not None and step > begin["step"])
+        return {
+            "recoveries": dict(Counter(event["cause"] for event in recoveries)),
+            "replayed_steps": sum(event["replayed"] for event in recoveries),
+            "effective_share": useful / (time.time() - begin["time"]) if begin is not None else None,
+        }
+
+
+def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    with suppress(OSError):
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                yield json.loads(text)
 
 
 def _lines_up_to(path: Path, step: int) -> list[dict[str, Any]]:

@@ -55,13 +55,13 @@ def judge(cause: str, lost: int, place: str, text: str, history: History, limits
         if history.last_error == f"{place}: {text}":
             raise ZeroppError(f"{text} (for the second time, in the same place)")
         history.last_error = f"{place}: {text}"
-    if history.faults[setting] > getattr(limits, setting):
-        allowed = f"recovery.{setting} = {getattr(limits, setting)} is used up"
-        raise ZeroppError(text if not getattr(limits, setting) else f"{text}; {allowed}")
     if history.stuck > limits.max_stuck:
         raise NoProgress(
             f"no new step over {limits.max_stuck} recoveries in a row (recovery.max_stuck); the last fault: {text}"
         )
+    if history.faults[setting] > getattr(limits, setting):
+        allowed = f"recovery.{setting} = {getattr(limits, setting)} is used up"
+        raise ZeroppError(text if not getattr(limits, setting) else f"{text}; {allowed}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import multiprocessing
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -17,15 +16,19 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from actors.injection import corrupt
 from jobs.cli import zeropp
 from jobs.drill import Outcome, usual
+from tests import harness
+from tests.fault_member import MESH, PROGRAM, fault, steps
+from tests.saved import saved_run
+from zeropp_ray.checkpoint.reader import open_checkpoint
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.faults import RANDOM, Fault, Faults, Sockets, Trigger, read_faults
 from zeropp_ray.layout import Member
-from zeropp_ray.schedule import Action, Op
+from zeropp_ray.vote import decide
 
-MESH = load_config(None, ["parallel.stages=3", "parallel.chunks=1", "parallel.replicas=2", "train.steps=20"])
 ALONE = load_config(None, ["parallel.stages=1", "parallel.chunks=1", "parallel.shards=1"])
 
 
@@ -167,28 +170,6 @@ def test_a_fault_of_a_recovery_waits_for_its_step():
 
 spawning = multiprocessing.get_context("spawn")
 
-PROGRAM = [Action(op, 0) for op in (Op.GATHER, Op.F, Op.SEND, Op.F, Op.WAIT, Op.B)]
-
-
-def fault(text: str) -> Fault:
-    (read,) = read_faults([text], MESH)
-    return read
-
-
-def steps(text: str, pipe: Connection) -> None:
-    """In a process of its own: tell each instruction of a step, and that other threads run."""
-    before = Trigger(fault(text), PROGRAM, Sockets()).watch(pipe.send)
-
-    def beat() -> None:
-        while True:
-            pipe.send("beat")
-            time.sleep(0.05)
-
-    threading.Thread(target=beat, daemon=True).start()
-    for position in range(len(PROGRAM) + 1):
-        before(position)
-    time.sleep(60)
-
 
 @pytest.fixture
 def member():
@@ -324,6 +305,28 @@ def test_connections_are_cut_at_both_ends_and_no_others():
         assert right.recv(1) == b"y"
 
 
+def test_a_member_says_what_it_reaches(tmp_path):
+    model = {"layers": 1, "dim": 16, "heads": 2, "seq_len": 8}
+    parallel = {"stages": 1, "chunks": 1, "shards": 1, "microbatches": 2, "microbatch_size": 1}
+    config = RunConfig.from_dict({"model": model, "parallel": parallel})
+    reached = []
+    with harness.members(config, harness.Samples(config.model.vocab_size, 8, config.parallel.global_batch)) as run:
+        run.pipes[0][1]._member.reached = reached.append
+        votes = run.call("advance", 1, None)
+        run.call("flush", decide(1, votes, 1.0))
+        run.call("flush", None)
+        run.save(tmp_path, 1, 1)
+    assert reached == ["vote", "commit", "checkpoint", "checkpoint"]  # the weights are written, and the moments
+
+
+def test_an_altered_checkpoint_is_found_by_its_checksum(tmp_path):
+    saved_run(tmp_path, ALONE, step=4)
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    assert not open_checkpoint(path).verify()
+    corrupt(path)
+    assert open_checkpoint(path).verify() == ["weights-000-000.safetensors has been altered: its checksum differs"]
+
+
 # --- the command
 
 
@@ -370,3 +373,21 @@ def test_a_drill(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["1-kill", "undisturbed"]
     events = [json.loads(line) for line in (folder / "1-kill" / "events.jsonl").read_text().splitlines()]
     assert [event["cause"] for event in events if event["kind"] == "recovery"] == ["death"]
+
+
+@pytest.mark.full
+@pytest.mark.ray
+def test_a_drill_that_loses_a_node(tmp_path):
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(3):  # two for the members, and one that takes over
+            cluster.add_node(num_cpus=1)
+        settings = [word for setting in ("parallel.shards=1", f"run.dir={tmp_path}") for word in ("--set", setting)]
+        drill = ["drill", *settings, "--address", cluster.address, "--inject", "node stage=1 step=6"]
+        result = CliRunner().invoke(zeropp, drill)
+    finally:
+        cluster.shutdown()
+    assert result.exit_code == 0, result.output
+    assert re.search(r"node stage=1 step=6 +1 .* equal +equal", result.output)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.failure import Watch
+from actors.folder import RunFolder
 from actors.health import SLOW_STEPS, Slowness, all_wait, standing_still
-from actors.nodes import Sight
+from actors.nodes import Nodes, Sight
 from actors.progress import BETWEEN, EVALUATION, START, Position, ProgressFile, read_progress
 from actors.recovery import History, Source, choose_source, judge
 from zeropp_ray.config import RecoverySection, RunConfig
@@ -61,6 +63,16 @@ def test_who_does_not(seen: Sight) -> None:
 def test_who_is_done_is_not_blamed_for_its_place_but_for_its_silence() -> None:
     assert not standing_still({A: FINE, B: sight(99.0)}, {A}, limit_s=5, instruction_s=20)
     assert standing_still({A: FINE, B: sight(99.0, 9.0)}, {A}, limit_s=5, instruction_s=20)
+
+
+def test_a_node_is_lost_when_it_has_not_answered_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("actors.failure.time.monotonic", lambda: clock[0])
+    watch = Watch(RunConfig.from_dict({"recovery": {"suspect_s": 2, "hang_s": 5}}), [], Nodes(), RunFolder(*3 * [""]))
+    seen = []
+    for clock[0], sights in ((0, {A: FINE, B: None}), (4, {A: FINE, B: FINE}), (6, {B: None}), (12, {B: None})):
+        seen.append(watch._patiently(sights)[B])
+    assert seen == [Sight(None, stopped=False), FINE, Sight(None, stopped=False), None]
 
 
 def test_a_message_is_lost_if_all_wait() -> None:

@@ -25,6 +25,9 @@ from zeropp_ray.comm.base import Group, Links, PeerLost, Transfer, Waits
 from zeropp_ray.layout import Layout, Member
 
 _NEVER_SENT = 2**31 - 1  # a tag
+_MARKED = 2**30  # added to the tag of what is marked
+_MARK = torch.zeros(1, dtype=torch.uint8)
+_LARGE = 256 * 2**10  # bytes; of less, a part is on its way for some microseconds only
 
 
 def _short(error: RuntimeError) -> str:
@@ -93,6 +96,15 @@ class GlooGroup(Group):
         except RuntimeError as error:
             raise PeerLost(f"transfer failed: {_short(error)}") from error
 
+    def _transfer(self, what: str, tensor: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
+        """Post a ``send`` or ``recv``: what to wait for, in order.
+
+        When a connection breaks, gloo forgets to fail the transfer of which a part is through, and its wait would go on
+        up to the limit. So a mark follows what is large, and is waited for first: once it is through, all before it is.
+        """
+        works = [self._post(what, tensor, peer, tag)]
+        return [self._post(what, _MARK, peer, tag + _MARKED), *works] if tensor.nbytes >= _LARGE else works
+
     def _peers(self) -> list[int]:
         return [q for q in range(self.size) if q != self.rank]
 
@@ -105,8 +117,8 @@ class GlooGroup(Group):
         if self.size == 1:
             return []
         tag = self._sequence
-        receives = [self._post("recv", incoming[q], q, tag) for q in self._peers()]
-        sends = [self._post("send", outgoing[q], q, tag) for q in self._peers()]
+        receives = [work for q in self._peers() for work in self._transfer("recv", incoming[q], q, tag)]
+        sends = [work for q in self._peers() for work in self._transfer("send", outgoing[q], q, tag)]
         return [*receives, *sends]
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Transfer:
@@ -129,10 +141,10 @@ class GlooGroup(Group):
         return self._posted(works, [mine], incoming, tensor)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return self._posted([self._post("send", tensor, peer, tag)], [tensor])
+        return self._posted(self._transfer("send", tensor, peer, tag), [tensor])
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return self._posted([self._post("recv", tensor, peer, tag)], [tensor])
+        return self._posted(self._transfer("recv", tensor, peer, tag), [tensor])
 
     def close(self) -> None:
         # A receive that times out closes all sockets of its group: whoever waits comes free, here and at the peers.

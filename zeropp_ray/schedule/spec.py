@@ -1,4 +1,4 @@
-"""What a schedule is made for: the resolved numbers, checked, and the geometry of the looped placement."""
+"""What a schedule is made for: the resolved numbers, checked, and which chunk sends to which."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.placement import model_chunk, stage_and_chunk
 from zeropp_ray.schedule.costs import Costs
+from zeropp_ray.schedule.policies import POLICIES, fixed_order, most_live
 from zeropp_ray.schedule.units import default_limit, default_unit, least_limit_chunks, split_units
 
 RECOMPUTE = ("none", "full", "selective")
@@ -46,7 +48,7 @@ class ScheduleSpec:
 
     ``memory_limit`` is in whole-stage micro-batches: a chunk's activation counts ``1/V`` from its ``F`` to its ``W``,
     that of a recomputed chunk from its ``RF``. ``recomputed`` says of each chunk ``v`` of a stage whether it is.
-    Placement is looped: chunk ``v`` of rank ``p`` is model chunk ``v·P + p``.
+    ``policy`` is a key of :data:`~zeropp_ray.schedule.policies.POLICIES`.
     """
 
     stages: int
@@ -59,6 +61,12 @@ class ScheduleSpec:
     costs: Costs
     recomputed: tuple[bool, ...]
     reduce: str  # one of REDUCE
+    policy: str = "zeropp"
+
+    @property
+    def placement(self) -> str:
+        """How model chunks lie on the ranks: "looped" or "v" (placement.py)."""
+        return POLICIES[self.policy].placement
 
     @property
     def model_chunks(self) -> int:
@@ -71,8 +79,11 @@ class ScheduleSpec:
 
     @property
     def input_limit(self) -> int:
-        """Most inputs of recomputed chunks that a rank keeps from ``F`` to ``RF``: a unit's, and a ramp of ``P``."""
-        return max(self.units) * sum(self.recomputed) + self.stages
+        """Most inputs of recomputed chunks that a rank keeps from ``F`` to ``RF``: a unit's, and a ramp of ``P``, or of
+        ``2P`` in a fixed order.
+        """
+        ramp = 1 if POLICIES[self.policy].order is None else 2
+        return max(self.units) * sum(self.recomputed) + ramp * self.stages
 
     @property
     def unit_bounds(self) -> list[tuple[int, int]]:
@@ -95,21 +106,27 @@ class ScheduleSpec:
 
     def model_chunk(self, rank: int, chunk: int) -> int:
         """The model chunk that is chunk ``v`` of a rank."""
-        return chunk * self.stages + rank
+        return model_chunk(self.placement, self.stages, rank, chunk)
 
     def outgoing(self, rank: int, chunk: int, kind: str) -> Hop | None:
-        """Where a chunk's output activation ("F") or input gradient ("B") goes; None at the model's ends and if P=1."""
-        step = 1 if kind == "F" else -1
-        target = self.model_chunk(rank, chunk) + step
-        if self.stages == 1 or not 0 <= target < self.model_chunks:
+        """Where a chunk's output activation ("F") or input gradient ("B") goes. None at the model's ends, and where the
+        next chunk is the rank's own: it hands over locally.
+        """
+        target = self.model_chunk(rank, chunk) + (1 if kind == "F" else -1)
+        if not 0 <= target < self.model_chunks:
             return None
-        other, owner = divmod(target, self.stages)
-        return Hop(Edge(rank, owner, kind), other)
+        owner, other = stage_and_chunk(self.placement, self.stages, target)
+        return Hop(Edge(rank, owner, kind), other) if owner != rank else None
 
     def incoming(self, rank: int, chunk: int, kind: str) -> Hop | None:
         """Where a chunk's input activation ("F") or output gradient ("B") comes from; None as for :meth:`outgoing`."""
         hop = self.outgoing(rank, chunk, "B" if kind == "F" else "F")
         return hop and Hop(Edge(hop.edge.destination, rank, kind), hop.chunk)
+
+    def local(self, rank: int, chunk: int, kind: str) -> bool:
+        """Whether a chunk's input activation ("F") or output gradient ("B") comes from the rank's own chunk."""
+        end = 0 if kind == "F" else self.model_chunks - 1
+        return self.model_chunk(rank, chunk) != end and self.incoming(rank, chunk, kind) is None
 
 
 def resolve(
@@ -122,22 +139,26 @@ def resolve(
     costs: Costs | None = None,
     recompute: str = "none",
     reduce: str = "unit",
+    policy: str = "zeropp",
     name: Callable[[str], str] = "parallel.{}".format,
 ) -> ScheduleSpec:
     """Fill in the defaults and check the numbers against each other.
 
     Args:
         stages, chunks, microbatches: ``P``, ``V``, ``N``, each at least 1, with ``N ≥ P``.
-        unit: the least unit size ``U``, ``P ≤ U ≤ N``; 0 takes ``min(N, 2P)``.
-        memory_limit: live activations in whole-stage micro-batches; 0 takes ``default_limit`` (units.py).
+        unit: the least unit size ``U``, ``P ≤ U ≤ N``; 0 takes ``min(N, 2P)``, or what the policy is known for.
+        memory_limit: live activations in whole-stage micro-batches; 0 takes ``default_limit`` (units.py), or what the
+            policy's fixed order keeps.
         costs: per model chunk; None takes 1, 1, 1, 0. ``RF`` costs what ``F`` does.
-        recompute, reduce: one of :data:`RECOMPUTE`, and of :data:`REDUCE`.
+        recompute, reduce, policy: one of :data:`RECOMPUTE`, of :data:`REDUCE`, and of
+            :data:`~zeropp_ray.schedule.policies.POLICIES`.
         name: how an error calls a field; the default names the key of the run configuration.
 
     Raises:
         ConfigError: naming the field, its value and a value that works.
     """
-    for field, word, known in (("recompute", recompute, RECOMPUTE), ("reduce", reduce, REDUCE)):
+    words = (("recompute", recompute, RECOMPUTE), ("reduce", reduce, REDUCE), ("policy", policy, tuple(POLICIES)))
+    for field, word, known in words:
         if word not in known:
             raise ConfigError(f"{name(field)} = {word!r}: unknown; known are {', '.join(known)}")
     for field, value in (("stages", stages), ("chunks", chunks), ("microbatches", microbatches)):
@@ -147,6 +168,18 @@ def resolve(
         raise ConfigError(
             f"{name('microbatches')} = {microbatches}: fewer than {name('stages')} = {stages} fill no pipeline; "
             f"{name('microbatches')} = {stages} or more works"
+        )
+    fixed = POLICIES[policy]
+    if (fixed.chunks and chunks != fixed.chunks) or chunks < fixed.least_chunks:
+        works = fixed.chunks or fixed.least_chunks
+        raise ConfigError(
+            f"{name('chunks')} = {chunks}: {name('policy')} = {policy!r} takes {works}"
+            f"{'' if fixed.chunks else ' or more'} a stage; use {name('chunks')} = {works}"
+        )
+    if fixed.unit == "N" and unit not in (0, microbatches):
+        raise ConfigError(
+            f"{name('unit')} = {unit}: {name('policy')} = {policy!r} has one unit of all {microbatches} micro-batches; "
+            f"use {name('unit')} = 0"
         )
     if unit < 0 or (unit and not stages <= unit <= microbatches):
         side = f"below {name('stages')}" if unit < stages else f"above {name('microbatches')}"
@@ -159,9 +192,29 @@ def resolve(
             f"{name('recompute')} = 'selective': keeps the last chunk of a stage, and with {name('chunks')} = 1 there "
             f"is no other; use {name('recompute')} = 'full' or 'none', or {name('chunks')} = 2 or more"
         )
-    unit = unit or default_unit(microbatches, stages)
+    unit = unit or {"2P": default_unit(microbatches, stages), "P": stages, "N": microbatches}[fixed.unit]
     units = split_units(microbatches, unit)
     recomputes = recompute != "none"
+    recomputed = (recomputes,) * (chunks - 1) + (recompute == "full",)
+    if costs is None:
+        costs = Costs.uniform(stages * chunks)
+    if len(costs.F) != stages * chunks:
+        raise ConfigError(
+            f"cost: {len(costs.F)} values for {stages} × {chunks} model chunks; give {stages * chunks}, one for each"
+        )
+    spec = ScheduleSpec(
+        stages=stages,
+        chunks=chunks,
+        microbatches=microbatches,
+        unit=unit,
+        units=tuple(units),
+        memory_limit=memory_limit,
+        prefetch=prefetch,
+        costs=costs,
+        recomputed=recomputed,
+        reduce="step" if fixed.open_buffers else reduce,
+        policy=policy,
+    )
     default = default_limit(units, stages, chunks, recomputes)
     if not math.isfinite(memory_limit) or memory_limit < 0:
         raise ConfigError(
