@@ -28,7 +28,7 @@ bench: .venv/bench.stamp
 test: lint
 	@$(BIN)/pytest -m "not full"
 
-test-all: lint
+test-all: lint .venv/all.stamp
 	@$(BIN)/pytest
 
 lint: .venv/dev.stamp
@@ -58,3 +58,7 @@ format: .venv/dev.stamp
 	@echo 'Installing into .venv; this is done once and takes some minutes.'
 	@$(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@ .venv/run.stamp
+
+.venv/all.stamp: .venv/dev.stamp
+	@$(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt -e '.[dev,jobs]'
+	@touch $@

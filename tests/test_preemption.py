@@ -133,7 +133,7 @@ def test_a_stopped_job_saves_in_the_time_it_has(command) -> None:
 @pytest.mark.full
 def test_ray_job_stop(tmp_path: Path) -> None:
     """The real one, where Ray is installed with its dashboard."""
-    pytest.importorskip("aiohttp_cors", reason="ray[default] is not installed")
+    pytest.importorskip("aiohttp_cors", reason="ray[default] is not installed; make test-all does")
     import ray
     from ray.job_submission import JobStatus, JobSubmissionClient
 

@@ -1,6 +1,6 @@
 """Schedules: from numbers to a checked program per rank.
 
-Passes, as in a compiler: order (``F``, ``RF``, ``B``, ``W`` from a replay of the costs) → residency (``GATHER``,
+Passes, as in a compiler: order (``F``, ``RF``, ``B``, ``W`` from a replay of the costs, or as a policy fixes it) → residency (``GATHER``,
 ``RELEASE``, ``REDUCE``) → communication (``RECV``, ``WAIT``, ``SEND``, ``DRAIN``) → check. Each is a pure function;
 :func:`compile_program` runs them all.
 """
@@ -10,6 +10,7 @@ from zeropp_ray.schedule.check import check
 from zeropp_ray.schedule.communication import RECEIVE_WINDOW, add_communication, in_flight_bounds
 from zeropp_ray.schedule.costs import Costs
 from zeropp_ray.schedule.order import Phase, forward_order, phases, zeropp_order
+from zeropp_ray.schedule.policies import POLICIES, Policy, fixed_order
 from zeropp_ray.schedule.program import Program, compile_forward, compile_program
 from zeropp_ray.schedule.render import to_grid, to_json
 from zeropp_ray.schedule.replay import Timeline, lower_bound, replay
@@ -19,6 +20,7 @@ from zeropp_ray.schedule.units import default_limit, default_unit, least_limit, 
 
 __all__ = [
     "COMPUTE",
+    "POLICIES",
     "RECEIVE_WINDOW",
     "RECOMPUTE",
     "REDUCE",
@@ -29,6 +31,7 @@ __all__ = [
     "Hop",
     "Op",
     "Phase",
+    "Policy",
     "Program",
     "Ranks",
     "ScheduleSpec",
@@ -40,6 +43,7 @@ __all__ = [
     "compile_program",
     "default_limit",
     "default_unit",
+    "fixed_order",
     "forward_order",
     "in_flight_bounds",
     "least_limit",

@@ -61,6 +61,7 @@ class _Rank:
         self.index, self.actions, self.position = index, actions, 0
         self.incoming = {kind: [spec.incoming(index, v, kind) for v in range(spec.chunks)] for kind in "FB"}
         self.outgoing = {kind: [spec.outgoing(index, v, kind) for v in range(spec.chunks)] for kind in "FB"}
+        self.local = {kind: [spec.local(index, v, kind) for v in range(spec.chunks)] for kind in "FB"}
         # Per cell v·N + m. What never takes place counts as done, so at the end every bit is set.
         never = [_RF | _B | _W if forward_only else _RF * (not recomputed) for recomputed in spec.recomputed]
         self.tasks = bytearray(bits for bits in never for _ in range(spec.microbatches))
@@ -147,7 +148,7 @@ class _Check:
             rank.fail("runs without the chunk's parameters")
         if not rank.transfers["F"][cell] & _USABLE:
             rank.fail("runs before the WAIT for its input")
-        if self.spec.stages == 1 and v > 0 and not rank.tasks[cell - self.n] & _F:
+        if rank.local["F"][v] and not rank.tasks[cell - self.n] & _F:
             rank.fail(f"runs before {Action(Op.F, v - 1, m)}, whose output it takes")
         rank.tasks[cell] |= _F
         if not rank.tasks[cell] & _RF:
@@ -191,7 +192,7 @@ class _Check:
             rank.fail(f"runs before {Action(Op.RF, v, m)}")
         if not rank.transfers["B"][cell] & _USABLE:
             rank.fail("runs before the WAIT for its output's gradient")
-        if self.spec.stages == 1 and v < self.spec.chunks - 1 and not rank.tasks[cell + self.n] & _B:
+        if rank.local["B"][v] and not rank.tasks[cell + self.n] & _B:
             rank.fail(f"runs before {Action(Op.B, v + 1, m)}, whose gradient it takes")
         if m != rank.next_b[v]:
             rank.fail(

@@ -5,7 +5,7 @@ ZeroPP's blockwise, task-interleaved order (Tang et al., arXiv 2402.03791). The 
     F(0) | F(1) | … | F(V-2) | F(V-1)+B(V-1) | B(V-2) | … | B(1) | B(0)+F(0 of the next unit)
 
 where ``+`` marks blocks of the same chunk: they share one residency of its parameters and interleave freely. The ``RF``
-of a recomputed chunk run in the phase of its ``B``.
+of a recomputed chunk run in the phase of its ``B``. As published every block is a phase of its own, ``2V·K`` in all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from zeropp_ray.schedule.actions import Action, Op
+from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.spec import ScheduleSpec
 
 
@@ -34,6 +35,13 @@ _NEVER = 1 << 200  # later than any time
 def phases(spec: ScheduleSpec) -> list[Phase]:
     """The phases of a step, the same for every rank: ``(2V-2)·K + 1`` of them, and one when ``V = 1``."""
     last = spec.chunks - 1
+    if not POLICIES[spec.policy].shared:
+        order = range(spec.chunks)
+        return [
+            phase
+            for unit in spec.unit_bounds
+            for phase in (*(Phase(v, unit, _NONE) for v in order), *(Phase(v, _NONE, unit) for v in reversed(order)))
+        ]
     if last == 0:  # the one chunk stays: forwards and backwards of all units in one phase
         whole = (0, spec.microbatches)
         return [Phase(0, whole, whole)]

@@ -9,6 +9,7 @@ from zeropp_ray.schedule.actions import TRANSFER, Action, Ranks, listing
 from zeropp_ray.schedule.check import check
 from zeropp_ray.schedule.communication import RECEIVE_WINDOW, add_communication, in_flight_bounds
 from zeropp_ray.schedule.order import forward_order, zeropp_order
+from zeropp_ray.schedule.policies import POLICIES, fixed_order
 from zeropp_ray.schedule.replay import replay
 from zeropp_ray.schedule.residency import add_residency
 from zeropp_ray.schedule.spec import Edge, ScheduleSpec
@@ -52,7 +53,8 @@ def compile_program(spec: ScheduleSpec) -> Program:
     Raises:
         ScheduleError: if a pass is wrong; every spec that :func:`~zeropp_ray.schedule.spec.resolve` gives compiles.
     """
-    return _lower(spec, zeropp_order(spec), forward_only=False)
+    order = zeropp_order(spec) if POLICIES[spec.policy].order is None else fixed_order(spec)
+    return _lower(spec, order, forward_only=False)
 
 
 def compile_forward(spec: ScheduleSpec, microbatches: int = 0) -> Program:

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from zeropp_ray.schedule.actions import COMPUTE, Action, Op
+from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.program import Program
 from zeropp_ray.schedule.replay import Timeline, replay
 from zeropp_ray.schedule.spec import ScheduleSpec
@@ -37,13 +38,13 @@ def to_json(program: Program) -> dict[str, Any]:
     columns = {"F": costs.F, "B": costs.B, "W": costs.W}
     return {
         "version": JSON_VERSION,
-        "policy": "zeropp",
+        "policy": spec.policy,
         "stages": spec.stages,
         "chunks": spec.chunks,
         "microbatches": spec.microbatches,
         "unit": spec.unit,
         "units": list(spec.units),
-        "placement": "looped",
+        "placement": spec.placement,
         # one number per task where all chunks cost the same, else one per model chunk
         "cost": {op: c[0] if costs.is_uniform else list(c) for op, c in columns.items()} | {"comm": costs.comm},
         "memory_limit": int(spec.memory_limit) if spec.memory_limit == int(spec.memory_limit) else spec.memory_limit,
@@ -122,9 +123,7 @@ def _paint(cells: Iterable[Cell], color: bool) -> str:
 
 def _title(spec: ScheduleSpec) -> str:
     units = " + ".join(f"{len(list(run))} × {size}" for size, run in groupby(spec.units))
-    return (
-        f"ZeroPP  P = {spec.stages} stages, V = {spec.chunks} chunks, N = {spec.microbatches} micro-batches = {units}"
-    )
+    return f"{POLICIES[spec.policy].title}  P = {spec.stages} stages, V = {spec.chunks} chunks, N = {spec.microbatches} micro-batches = {units}"
 
 
 def _legend(spec: ScheduleSpec, step: float, color: bool) -> list[str]:

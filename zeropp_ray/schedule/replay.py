@@ -43,7 +43,7 @@ def lower_bound(spec: ScheduleSpec, forward_only: bool = False) -> float:
     cost = spec.costs.ticks()
     bound = arrival = 0
     for p in range(spec.stages):
-        own = range(p, spec.model_chunks, spec.stages)
+        own = [spec.model_chunk(p, v) for v in range(spec.chunks)]
         work = sum(cost.F[c] for c in own)
         if not forward_only:
             again = (cost.F[c] for c, recomputed in zip(own, spec.recomputed, strict=True) if recomputed)
@@ -87,9 +87,10 @@ def replay(ranks: Ranks, spec: ScheduleSpec, forward_only: bool = False) -> Time
 
 def _times(ranks: Ranks, spec: ScheduleSpec) -> tuple[list[list[int]], list[list[int]]]:
     """Start and end of every action, in ticks."""
-    stages, last = spec.stages, spec.model_chunks - 1
-    cost = spec.costs.ticks()
-    comm = cost.comm if stages > 1 else 0
+    last, cost = spec.model_chunks - 1, spec.costs.ticks()
+    held = [[spec.model_chunk(p, v) for v in range(spec.chunks)] for p in range(spec.stages)]
+    owner = {c: p for p, own in enumerate(held) for c in own}
+    comm = [cost.comm if owner[c] != owner[c + 1] else 0 for c in range(last)]  # from a model chunk to the next
     # When the input of F, and of B, arrives, per model chunk and micro-batch; None: its producer has not run yet.
     f_input: list[list[int | None]] = [[None] * spec.microbatches for _ in range(last + 1)]
     b_input: list[list[int | None]] = [[None] * spec.microbatches for _ in range(last + 1)]
@@ -97,14 +98,14 @@ def _times(ranks: Ranks, spec: ScheduleSpec) -> tuple[list[list[int]], list[list
     f, rf, b, w, wait = Op.F, Op.RF, Op.B, Op.W, Op.WAIT  # looked up here, not a million times below
     starts: list[list[int]] = [[] for _ in ranks]
     ends: list[list[int]] = [[] for _ in ranks]
-    todo, asleep = list(range(stages)), set[int]()
+    todo, asleep = list(range(spec.stages)), set[int]()
     while todo:
         p = todo.pop()
-        actions, start, end = ranks[p], starts[p], ends[p]
+        actions, start, end, own = ranks[p], starts[p], ends[p], held[p]
         now = end[-1] if end else 0
         while len(end) < len(actions):
             op, v, m, kind = actions[len(end)]
-            c = v * stages + p
+            c = own[v]
             begin = now
             consumer = p
             if op is w:
@@ -121,13 +122,13 @@ def _times(ranks: Ranks, spec: ScheduleSpec) -> tuple[list[list[int]], list[list
                     begin = now
                     now += cost.F[c] if op is f else cost.B[c]
                 if op is f and c < last:
-                    f_input[c + 1][m] = now + comm
-                    consumer = (p + 1) % stages
+                    f_input[c + 1][m] = now + comm[c]
+                    consumer = owner[c + 1]
                 elif op is f:
                     b_input[c][m] = now
                 elif op is b and c > 0:
-                    b_input[c - 1][m] = now + comm
-                    consumer = (p - 1) % stages
+                    b_input[c - 1][m] = now + comm[c - 1]
+                    consumer = owner[c - 1]
                 if consumer in asleep:
                     asleep.remove(consumer)
                     todo.append(consumer)

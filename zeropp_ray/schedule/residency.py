@@ -3,7 +3,7 @@
 A maximal run of ``F``, ``RF`` and ``B`` of one chunk is one residency of its parameters; ``W`` needs saved inputs and
 output gradients, not parameters, so it neither holds nor breaks one. This is where ZeroPP's blockwise order pays (Tang
 et al., arXiv 2402.03791): a residency serves a whole unit, and ``F(V-1)+B(V-1)`` and ``B(0)+F(0 of the next unit)``
-share one: ``(2V-2)·K + 1`` gathers per step.
+share one: ``(2V-2)·K + 1`` gathers per step. In the policy ``zeropp-published`` forwards and backwards do not share.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeropp_ray.schedule.actions import Action, Op, Ranks
+from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.spec import ScheduleSpec
 
 
@@ -22,16 +23,18 @@ def add_residency(order: Ranks, spec: ScheduleSpec) -> list[list[Action]]:
     ``REDUCE`` follows the last ``W`` of a chunk and unit, or of a chunk and step, as ``spec.reduce`` says.
     """
     reduced_after = {stop - 1 for _, stop in spec.reduce_bounds}
-    return [_lower(rank, spec.prefetch, reduced_after) for rank in order]
+    shared = POLICIES[spec.policy].shared
+    return [_lower(rank, spec.prefetch, shared, reduced_after) for rank in order]
 
 
-def _lower(order: Sequence[Action], prefetch: bool, reduced_after: set[int]) -> list[Action]:
+def _lower(order: Sequence[Action], prefetch: bool, shared: bool, reduced_after: set[int]) -> list[Action]:
     uses = [i for i, action in enumerate(order) if action.op is not Op.W]
-    starts = [j for j, i in enumerate(uses) if j == 0 or order[i].chunk != order[uses[j - 1]].chunk]
+    held = [(order[i].chunk, shared or order[i].op is Op.F) for i in uses]
+    starts = [j for j, each in enumerate(held) if j == 0 or each != held[j - 1]]
     before: dict[int, list[Action]] = {}  # position in the order -> gathers that go ahead of it
     releases = {uses[j - 1] for j in starts[1:]} | {uses[-1]}
     for j in starts:
-        place = uses[j - 1] if prefetch and j > 0 else uses[j]
+        place = uses[j - 1] if prefetch and j > 0 and held[j][0] != held[j - 1][0] else uses[j]
         before.setdefault(place, []).append(Action(Op.GATHER, order[uses[j]].chunk))
     result: list[Action] = []
     for i, action in enumerate(order):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zeropp_ray.errors import ConfigError
@@ -169,18 +169,7 @@ def resolve(
             f"{name('microbatches')} = {microbatches}: fewer than {name('stages')} = {stages} fill no pipeline; "
             f"{name('microbatches')} = {stages} or more works"
         )
-    fixed = POLICIES[policy]
-    if (fixed.chunks and chunks != fixed.chunks) or chunks < fixed.least_chunks:
-        works = fixed.chunks or fixed.least_chunks
-        raise ConfigError(
-            f"{name('chunks')} = {chunks}: {name('policy')} = {policy!r} takes {works}"
-            f"{'' if fixed.chunks else ' or more'} a stage; use {name('chunks')} = {works}"
-        )
-    if fixed.unit == "N" and unit not in (0, microbatches):
-        raise ConfigError(
-            f"{name('unit')} = {unit}: {name('policy')} = {policy!r} has one unit of all {microbatches} micro-batches; "
-            f"use {name('unit')} = 0"
-        )
+    _check_policy(policy, chunks, microbatches, unit, name)
     if unit < 0 or (unit and not stages <= unit <= microbatches):
         side = f"below {name('stages')}" if unit < stages else f"above {name('microbatches')}"
         raise ConfigError(
@@ -192,10 +181,7 @@ def resolve(
             f"{name('recompute')} = 'selective': keeps the last chunk of a stage, and with {name('chunks')} = 1 there "
             f"is no other; use {name('recompute')} = 'full' or 'none', or {name('chunks')} = 2 or more"
         )
-    unit = unit or {"2P": default_unit(microbatches, stages), "P": stages, "N": microbatches}[fixed.unit]
-    units = split_units(microbatches, unit)
-    recomputes = recompute != "none"
-    recomputed = (recomputes,) * (chunks - 1) + (recompute == "full",)
+    unit = unit or {"2P": default_unit(microbatches, stages), "P": stages, "N": microbatches}[POLICIES[policy].unit]
     if costs is None:
         costs = Costs.uniform(stages * chunks)
     if len(costs.F) != stages * chunks:
@@ -207,35 +193,55 @@ def resolve(
         chunks=chunks,
         microbatches=microbatches,
         unit=unit,
-        units=tuple(units),
+        units=tuple(split_units(microbatches, unit)),
         memory_limit=memory_limit,
         prefetch=prefetch,
         costs=costs,
-        recomputed=recomputed,
-        reduce="step" if fixed.open_buffers else reduce,
+        recomputed=(recompute != "none",) * (chunks - 1) + (recompute == "full",),
+        reduce="step" if POLICIES[policy].open_buffers else reduce,
         policy=policy,
     )
-    default = default_limit(units, stages, chunks, recomputes)
+    least, default = _limits(spec)
     if not math.isfinite(memory_limit) or memory_limit < 0:
         raise ConfigError(
             f"{name('memory_limit')} = {memory_limit}: not a number of micro-batches; 0 takes the default, "
             f"{_number(default)}"
         )
-    limit = memory_limit or default
-    needed = least_limit_chunks(units, chunks, recomputes)
-    if math.floor(min(limit, microbatches) * chunks + _SLACK) < needed:
+    spec = replace(spec, memory_limit=memory_limit or default)
+    if spec.live_chunks < least:
         raise ConfigError(
-            f"{name('memory_limit')} = {_number(limit)}: no schedule exists for units of {max(units)} micro-batches, "
-            f"{chunks} chunks; the least limit is {_rounded_up(needed, chunks)} (in whole-stage micro-batches)"
+            f"{name('memory_limit')} = {_number(spec.memory_limit)}: no schedule exists for units of {max(spec.units)} "
+            f"micro-batches, {chunks} chunks; the least limit is {_rounded_up(least, chunks)} "
+            "(in whole-stage micro-batches)"
         )
-    if costs is None:
-        costs = Costs.uniform(stages * chunks)
-    if len(costs.F) != stages * chunks:
+    return spec
+
+
+def _check_policy(policy: str, chunks: int, microbatches: int, unit: int, name: Callable[[str], str]) -> None:
+    known = POLICIES[policy]
+    if (known.chunks and chunks != known.chunks) or chunks < known.least_chunks:
+        works = known.chunks or known.least_chunks
         raise ConfigError(
-            f"cost: {len(costs.F)} values for {stages} × {chunks} model chunks; give {stages * chunks}, one for each"
+            f"{name('chunks')} = {chunks}: {name('policy')} = {policy!r} takes {works}"
+            f"{'' if known.chunks else ' or more'} a stage; use {name('chunks')} = {works}"
         )
-    recomputed = (recomputes,) * (chunks - 1) + (recompute == "full",)
-    return ScheduleSpec(stages, chunks, microbatches, unit, tuple(units), limit, prefetch, costs, recomputed, reduce)
+    if known.unit == "N" and unit not in (0, microbatches):
+        raise ConfigError(
+            f"{name('unit')} = {unit}: {name('policy')} = {policy!r} has one unit of all {microbatches} micro-batches; "
+            f"use {name('unit')} = 0"
+        )
+
+
+def _limits(spec: ScheduleSpec) -> tuple[int, float]:
+    """The least limit of live activations, in chunks, and the default one, in whole-stage micro-batches."""
+    if POLICIES[spec.policy].order is not None:
+        least = most_live(fixed_order(spec), spec.recomputed)
+        return least, least / spec.chunks
+    recompute = any(spec.recomputed)
+    least = least_limit_chunks(spec.units, spec.chunks, recompute)
+    if not POLICIES[spec.policy].shared:  # all forwards of a unit come before its first backward
+        least = max(least, max(spec.units) * (spec.chunks - sum(spec.recomputed)))
+    return least, max(least / spec.chunks, default_limit(spec.units, spec.stages, spec.chunks, recompute))
 
 
 def _number(value: float) -> str:
