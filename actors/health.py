@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from actors.nodes import Sight
 from actors.progress import OPS as TIMED
+from actors.progress import START
 from zeropp_ray.layout import Member
 
 SLOW_STEPS = 5  # so many in a row make a member slow
 OPS = tuple(op.name for op in TIMED)
+START_S = 30.0  # how long a member that starts may give no sign of life: imports hold the interpreter lock
 PATIENCE = 10  # times the longest step so far: how long one instruction may take, if that is longer than the limit
 
 
@@ -44,7 +46,7 @@ def standing_still(
         at = sight.at
         if at is None:
             continue
-        if at.beat_age_s > limit_s:
+        if at.beat_age_s > (max(limit_s, START_S) if at.step == START else limit_s):
             cause, why = (
                 ("stop", "is stopped") if sight.stopped else ("hang", "runs: a thread holds the interpreter lock")
             )

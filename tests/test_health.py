@@ -37,6 +37,7 @@ FINE = sight(0.2)
         (sight(0.1, 9.0, waiting=True), "hang", "no sign of life"),
         (sight(21.0), "hang", "in one instruction for 21.0 s, and waits for nobody"),
         (sight(21.0, step=EVALUATION), "hang", "in one instruction"),
+        (sight(99.0, 31.0, step=START), "hang", "no sign of life for 31.0 s"),
         (None, "node", "its node does not answer"),
     ],
 )
@@ -52,6 +53,7 @@ def test_who_stands_still(seen: Sight | None, cause: str, words: str) -> None:
         sight(19.0),  # a long instruction
         sight(99.0, waiting=True),  # waits for somebody else
         sight(99.0, step=START),
+        sight(9.0, 9.0, step=START),  # imports
         sight(99.0, step=BETWEEN),  # between steps the driver may take its time
         Sight(None, stopped=False),  # has not begun
     ],
