@@ -375,7 +375,7 @@ class Run:
 
     def _restore(self) -> Source:
         """Take all members back to the newest state there is. They have joined."""
-        from zeropp_ray.copies import common_step
+        from zeropp_ray.copies import common_step, missing
 
         layout = self._plan.layout
         found = self._members.call("holdings", timeout_s=self._limit_s)
@@ -386,8 +386,8 @@ class Run:
         steps = [step for step in common_step(layout, holdings) if step in self._marks]
         source = choose_source(steps, None if steps else self._newest_checkpoint())
         if source.kind == "copies":
-            missing = frozenset(me for me, held in holdings.items() if held is None or source.step not in held.own)
-            self._members.call("restore_copies", source.step, missing, timeout_s=self._limit_s)
+            lost = missing(holdings, source.step)
+            self._members.call("restore_copies", source.step, lost, timeout_s=self._limit_s)
             self._progress = self._marks[source.step]
         elif source.kind == "checkpoint":
             self._members.call("restore", source.path, timeout_s=self._limit_s)

@@ -87,10 +87,14 @@ class Watch:
         """``step 7 at 1B3 (instruction 40 of 96)``."""
         return _describe(member.me, _at(self._sights([member])[member.me]), programs)
 
-    def without_life(self, members: Sequence[MemberHandle]) -> set[Member]:
-        """Those of ``members`` that have given no sign of life for ``recovery.hang_s``."""
-        limit = self._config.recovery.hang_s
-        return {each.member for each in standing_still(self._sights(members), set(), limit, math.inf)}
+    def beyond_help(self, members: Sequence[MemberHandle], *, waiting: bool) -> set[Member]:
+        """Those of ``members`` that have given no sign of life for ``recovery.hang_s``, and if ``waiting`` is set those
+        that still wait for a transfer.
+        """
+        sights = self._sights(members)
+        lost = {each.member for each in standing_still(sights, set(), self._config.recovery.hang_s, math.inf)}
+        stuck = {me for me, sight in sights.items() if sight is not None and sight.at is not None and sight.at.waiting}
+        return lost | stuck if waiting else lost
 
     # -- signs of life ------------------------------------------------------------------------------------------------
 
@@ -179,14 +183,18 @@ class Watch:
             own = [each for each in failures.values() if not _peer_lost(each[1])]
             if own or not waiting or time.monotonic() > deadline:
                 break
+        if not own:  # Ray tells the end of a node seconds later
+            seen = self._sights(self._members)
+            dead = [member for member in self._members if (at := seen[member.me]) is None or not at.alive]
         if dead:
             sights = self._sights(dead)
             places = {me: _describe(me, _at(sight), programs) for me, sight in sights.items()}
             texts = "; ".join(f"{member} died in {places[member.me]}" for member in dead)
-            why, first = "its process was killed or crashed", dead[0].me
+            lost = any(sight is None for sight in sights.values())
+            why, first = "its node is gone" if lost else "its process was killed or crashed", dead[0].me
             return MemberFault(
                 f"{texts}: {why}",
-                "death",
+                "node" if lost else "death",
                 list(places),
                 at=places[first],
                 evidence=why,
@@ -247,7 +255,9 @@ def _is_death(failure: BaseException) -> bool:
 
 
 def _peer_lost(error: BaseException) -> bool:
-    return isinstance(error, MemberError) and error.peer_lost
+    from zeropp_ray.comm.base import PeerLost
+
+    return isinstance(error, PeerLost) or (isinstance(error, MemberError) and error.peer_lost)
 
 
 def _trace(calls: list[Any]) -> str:

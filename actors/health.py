@@ -24,7 +24,7 @@ PATIENCE = 10  # times the longest step so far: how long one instruction may tak
 
 @dataclass(frozen=True)
 class Stuck:
-    """A member that stands still: ``cause`` stop, hang or node, and the evidence in words."""
+    """A member that stands still: ``cause`` stop, hang, death or node, and the evidence in words."""
 
     member: Member
     cause: str
@@ -42,6 +42,9 @@ def standing_still(
     for member, sight in sights.items():
         if sight is None:
             found.append(Stuck(member, "node", "its node does not answer"))
+            continue
+        if not sight.alive:
+            found.append(Stuck(member, "death", "its process is gone"))
             continue
         at = sight.at
         if at is None:

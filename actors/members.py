@@ -25,6 +25,7 @@ from zeropp_ray.layout import Member
 
 Event = dict[str, Any]
 
+STUCK_S = 3.0  # how long a member may still wait for a transfer after all have left the epoch
 FREE_S = 20.0  # how long members may take to come free of an epoch: longer than to form one
 PLACE_S = 60.0  # how long the members' bundles are waited for
 START_S = 120.0  # how long members may take to start and to build
@@ -180,12 +181,13 @@ class Members:
         # A thread of its own answers an abort; the main thread drops the step once it is free, which frees others.
         calls = [(member, member.actor.abort.remote()) for member in left]
         answers = {ref: member for member, ref in calls + [(m, m.actor.drop_step.remote()) for m in left]}
-        deadline = time.monotonic() + max(FREE_S, self._config.recovery.hang_s + self.watch.longest_step_s)
-        waiting = list(answers)
-        while waiting and time.monotonic() < deadline:
+        began, waiting = time.monotonic(), list(answers)
+        limit_s = max(FREE_S, self._config.recovery.hang_s + self.watch.longest_step_s)
+        while waiting and (passed := time.monotonic() - began) < limit_s:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.2)
             gone |= {answers[ref].me for ref in done if not _answered(ref)}
-            gone |= self.watch.without_life([answers[ref] for ref in waiting])
+            # A wait ends within milliseconds of an abort, but for a large send of which a part is gone.
+            gone |= self.watch.beyond_help([answers[ref] for ref in waiting], waiting=passed > STUCK_S)
             waiting = [ref for ref in waiting if answers[ref].me not in gone]
         gone |= {answers[ref].me for ref in waiting}
         self._kill([member for member in left if member.me in gone])

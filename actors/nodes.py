@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.processes import kill, stopped
+from actors.processes import alive, kill, stopped
 from actors.progress import Position, read_progress
 
 ANSWER_S = 1.0  # how long an agent may take
@@ -35,11 +35,14 @@ class Sight(NamedTuple):
 
     at: Position | None
     stopped: bool
+    alive: bool = True
 
 
 def look(places: Sequence[Place]) -> list[Sight]:
     """At members of this node."""
-    return [Sight(read_progress(place.progress), stopped(place.pid)) for place in places]
+    return [
+        Sight(read_progress(place.progress), stopped(place.pid), alive(place.pid, place.started)) for place in places
+    ]
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)

@@ -38,6 +38,7 @@ FINE = sight(0.2)
         (sight(21.0), "hang", "in one instruction for 21.0 s, and waits for nobody"),
         (sight(21.0, step=EVALUATION), "hang", "in one instruction"),
         (sight(99.0, 31.0, step=START), "hang", "no sign of life for 31.0 s"),
+        (FINE._replace(alive=False), "death", "its process is gone"),
         (None, "node", "its node does not answer"),
     ],
 )

@@ -99,8 +99,9 @@ class GlooGroup(Group):
     def _transfer(self, what: str, tensor: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
         """Post a ``send`` or ``recv``: what to wait for, in order.
 
-        When a connection breaks, gloo forgets to fail the transfer of which a part is through, and its wait would go on
-        up to the limit. So a mark follows what is large, and is waited for first: once it is through, all before it is.
+        When a connection breaks, gloo forgets to fail the receive of which a part has come, and its wait would go on up
+        to the limit. So a mark follows what is large, and is waited for first: once it is there, all before it is. A
+        large send of which a part is gone is forgotten too, which nothing here helps against.
         """
         works = [self._post(what, tensor, peer, tag)]
         return [self._post(what, _MARK, peer, tag + _MARKED), *works] if tensor.nbytes >= _LARGE else works
