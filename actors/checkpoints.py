@@ -30,6 +30,7 @@ from zeropp_ray.errors import ConfigError
 
 Event = dict[str, Any]
 Call = Callable[..., list[Any]]
+Wait = Callable[[list[Any]], None]
 
 TRIES = 3  # of the last save, which no later one makes up for
 AGAIN_S = 1.0  # between them
@@ -94,12 +95,14 @@ class Checkpoints:
         self.blocked_s.append(time.perf_counter() - start)
         return []
 
-    def poll(self, *, wait: bool = False) -> list[Event]:
-        """Publish the save under way if all members are done with it; ``wait`` for them."""
+    def poll(self, wait: Wait | None = None) -> list[Event]:
+        """Publish the save under way if all members are done with it; ``wait`` for them, if it is given."""
         if self._saving is None:
             return []
         progress, partial, files = self._saving
-        if ray.wait(files, num_returns=len(files), timeout=None if wait else 0)[1]:
+        if wait is not None:
+            wait(files)
+        if ray.wait(files, num_returns=len(files), timeout=0)[1]:
             return self._slow(progress)
         self._saving = None
         self._last_time = time.monotonic()
@@ -130,25 +133,27 @@ class Checkpoints:
         return [{"kind": "checkpoint", "step": progress.step, "path": str(final)}]
 
     def give_up(self) -> None:
-        """Forget the save under way: members were lost."""
-        if self._saving is not None:
-            shutil.rmtree(self._saving[1], ignore_errors=True)
-            self._saving, self._begun = None, self.saved_step
+        """Forget the save under way, or about to be: members were lost."""
+        self._saving, self._begun = None, self.saved_step
+        for partial in self._folder.glob(".step-*"):
+            shutil.rmtree(partial, ignore_errors=True)
 
     def went_back(self, step: int) -> None:
         """The run goes on from the checkpoint of ``step``, since newer ones are no good."""
         self.saved_step = self._begun = step
 
-    def finish(self, progress: Progress, call: Call) -> Iterator[Event]:
-        """Save the end of the run unless it is saved, by trying several times."""
+    def finish(self, progress: Progress, call: Call, wait: Wait) -> Iterator[Event]:
+        """Save the end of the run unless it is saved, by trying several times. ``wait``: until all references are there
+        or a member is lost, which it raises.
+        """
         self._finishing = True
-        yield from self.poll(wait=True)
+        yield from self.poll(wait)
         for attempt in range(TRIES):
             if self.saved_step == progress.step:
                 return
             time.sleep(AGAIN_S if attempt else 0.0)
             yield from self.begin(progress, call)
-            yield from self.poll(wait=True)
+            yield from self.poll(wait)
 
     def unsaved(self, progress: Progress) -> str:
         """Why the end of the run is not saved and what there is to go on from, in words; empty if it is saved."""

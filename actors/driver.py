@@ -61,8 +61,8 @@ class RunDriver:
         :data:`TELL_S` seconds. ``inject``: faults to put in.
 
         The first event is ``{"kind": "started"}``, the last ``{"kind": "done", "summary": …}``, ``{"kind": "stopped",
-        "step": …, "error": …, "why": …}`` or ``{"kind": "failed", "error": cause, "exit_code": …}``; by then nothing of
-        the run is left.
+        "step": …, "error": …, "why": …}`` or ``{"kind": "failed", "error": cause, "exit_code": …, "early": whether a
+        member failed before the first step}``; by then nothing of the run is left.
         """
         run = Run(RunConfig.from_dict(config), plan, folder, data, inject)
         try:
@@ -70,8 +70,9 @@ class RunDriver:
                 yield from _in_batches(run.train())
             yield [run.outcome]
         except ZeroppError as error:
-            trace = getattr(error, "trace", "")
-            yield [{"kind": "failed", "error": str(error), "trace": trace, "exit_code": error.exit_code}]
+            trace, early = getattr(error, "trace", ""), isinstance(error, MemberFault)
+            event = {"kind": "failed", "error": str(error), "trace": trace, "exit_code": error.exit_code}
+            yield [{**event, "early": early}]
 
     def evaluate(self, config: dict[str, Any], plan: Any, folder: RunFolder, rounds: int) -> Any:
         """The loss of the checkpoint ``folder.resume`` on ``folder.text``, summed over all members.
@@ -131,7 +132,6 @@ class Run:
         """All steps, evaluations, checkpoints, recoveries and the record. Leaves :attr:`outcome`."""
         self._progress = self._begin()
         self._marks[self._progress.step] = self._progress
-        self._validation = math.nan
         self._draining = DrainWatch(self._members.nodes)
         self._record = Record(self._folder.path, self._progress, self._folder.job)
         units = list(self._plan.program.spec.units)
@@ -176,18 +176,17 @@ class Run:
             if save:
                 yield from self._checkpoints.begin(self._progress, self._saving_call)
             if evaluate:
-                self._validation = self._evaluate().per_token
-                yield record.evaluated(step, self._validation)
+                yield record.evaluated(step, self._evaluate().per_token)
             yield from self._slow(votes)
 
     def _finish(self) -> Iterator[Event]:
         """The end of the run, or of this part of it: saved and told."""
         self._flush()
-        yield from self._checkpoints.finish(self._progress, self._saving_call)
+        yield from self._checkpoints.finish(self._progress, self._saving_call, self._members.settle)
         error = self._checkpoints.unsaved(self._progress)
         if self._progress.step == self._config.train.steps:
             reports = self._members.call("report", timeout_s=self._limit_s)
-            summary = self._record.finish(reports, self._validation, self._checkpoints, error)
+            summary = self._record.finish(reports, self._checkpoints, error)
             self.outcome = {"kind": "done", "summary": summary}
         else:
             self.outcome = {"kind": "stopped", "step": self._progress.step, "error": error, "why": self._why}
@@ -238,8 +237,7 @@ class Run:
         oldest = min(self._copied, default=step)
         for old in [mark for mark in self._marks if mark < oldest]:
             del self._marks[old]
-        watch = self._members.watch
-        watch.longest_step_s = max(watch.longest_step_s, *(vote.seconds for vote in votes))
+        self._members.watch.step_s.append(max(vote.seconds for vote in votes))
 
     def _flush(self) -> None:
         self._members.call("flush", self._decision, timeout_s=self._limit_s)
@@ -331,14 +329,17 @@ class Run:
     def _recover(self, fault: MemberFault) -> Iterator[Event]:
         """Bring the run back to a step that is held everywhere. Raises what ends the run if it cannot or shall not."""
         began, names = time.monotonic(), {member.me: str(member) for member in self._members.all}
-        first, at_step = fault, self._progress.step + 1
+        first, at_step = fault, min(self._progress.step + 1, self._config.train.steps)
         self._checkpoints.give_up()
+        faults = 0
         while True:
+            faults += 1
             try:
                 judge(fault.cause, len(fault.lost), fault.at, str(fault), self._history, self._config.recovery)
             except ZeroppError as end:
                 end.trace = fault.trace  # type: ignore[attr-defined]
                 raise
+            self._note(fault, at_step, names)
             yield {"kind": "log", "text": f"{fault}; the others wait"}
             try:
                 action = self._fill(fault.lost)
@@ -356,6 +357,7 @@ class Run:
             "at": first.at,
             "evidence": first.evidence,
             "step": at_step,
+            "faults": faults,
             "action": action,
             "source": source.kind,
             "from_step": source.step,
@@ -366,6 +368,20 @@ class Run:
         }
         append_event(self._folder.path, event)
         yield event
+
+    def _note(self, fault: MemberFault, step: int, names: dict[Member, str]) -> None:
+        """Every fault is an event, those in the midst of a recovery too."""
+        event = {
+            "kind": "fault",
+            "cause": fault.cause,
+            "member": ", ".join(names[me] for me in fault.lost) or None,
+            "at": fault.at,
+            "evidence": fault.evidence,
+            "step": step,
+            "noticed_s": fault.noticed_s,
+            "time": time.time(),
+        }
+        append_event(self._folder.path, event)
 
     def _fill(self, lost: Sequence[Member]) -> str:
         """Free all that live from what they wait for, and give the ``lost`` successors; how, in a word."""

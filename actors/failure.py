@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ Programs = Sequence[Sequence[Action]]
 
 SETTLE_S = 1.0  # how long a death behind lost peers is waited for; Ray notices a killed process in 0.02 to 0.04 s
 TICK_S = 0.5  # how often signs of life are looked for, at most: shorter steps never are
+PAUSE_S = 1.0  # how much later than asked this process may come back from a wait
+STEPS = 10  # of how many the longest tells how long an instruction may take
 LATE_S = 30.0  # how long after the transfers' own time limit a call is given up
 
 
@@ -62,7 +65,7 @@ class Watch:
         self._config, self._members, self._nodes, self._folder = config, members, nodes, folder
         self._suspected: set[Member] = set()
         self._unseen: dict[Member, float] = {}  # since when the nodes of these have not answered
-        self.longest_step_s = 0.0  # that was seen; 0: none yet
+        self.step_s: deque[float] = deque(maxlen=STEPS)  # what the last ones took
 
     def collect(self, calls: list[Any], *, timeout_s: float, programs: Programs) -> Generator[Event, None, list[Any]]:
         """The results of one call per member, in member order; on the way events about members that stand still.
@@ -71,13 +74,16 @@ class Watch:
         when all take longer than ``timeout_s`` and :data:`LATE_S`. ``programs``: of the step at hand, by stage, to name
         the instruction a member was in.
         """
-        began = time.monotonic()
+        began = looked = time.monotonic()
         tick = min(TICK_S, self._config.recovery.suspect_s / 2)
         while True:
             try:
                 return ray.get(calls, timeout=tick)
             except GetTimeoutError:
-                yield from self._check(calls, programs)
+                # If this process stood still, as all do when a machine is suspended, members get time to beat first.
+                stood_still, looked = time.monotonic() - looked > tick + PAUSE_S, time.monotonic()
+                if not stood_still:
+                    yield from self.check(calls, programs)
                 if time.monotonic() - began > timeout_s + LATE_S:
                     raise self._late(calls, timeout_s, programs) from None
             except RayError:
@@ -91,7 +97,7 @@ class Watch:
         """Those of ``members`` that have given no sign of life for ``recovery.hang_s``, and if ``waiting`` is set those
         that still wait for a transfer.
         """
-        sights = self._sights(members)
+        sights = self._patiently(self._sights(members))
         lost = {each.member for each in standing_still(sights, set(), self._config.recovery.hang_s, math.inf)}
         stuck = {me for me, sight in sights.items() if sight is not None and sight.at is not None and sight.at.waiting}
         return lost | stuck if waiting else lost
@@ -124,13 +130,14 @@ class Watch:
         early = {me for me, since in self._unseen.items() if now - since < limit}
         return {me: Sight(None, stopped=False) if me in early else sight for me, sight in sights.items()}
 
-    def _check(self, calls: list[Any], programs: Programs) -> Generator[Event, None, None]:
+    def check(self, calls: list[Any], programs: Programs) -> Generator[Event, None, None]:
+        """Look for members that stand still while ``calls`` are out: events about them, or MemberFault."""
         limits = self._config.recovery
         waiting = set(ray.wait(calls, num_returns=len(calls), timeout=0)[1])
         busy = {member.me for member, call in zip(self._members, calls, strict=True) if call in waiting}
         sights = self._patiently(self._sights(self._members))
         # One instruction may take long in a large model; what it takes is known once a step was seen.
-        longest = PATIENCE * self.longest_step_s if self.longest_step_s else self._config.resources.step_timeout_s
+        longest = PATIENCE * max(self.step_s) if self.step_s else self._config.resources.step_timeout_s
         stuck = standing_still(sights, busy, limits.hang_s, max(limits.hang_s, longest))
         by_me = {member.me: member for member in self._members}
         if stuck:
@@ -152,7 +159,7 @@ class Watch:
         for each in suspects:
             if each.member not in self._suspected:
                 where = _describe(each.member, _at(sights[each.member]), programs)
-                more = f"it is replaced after {limits.hang_s:g} s" if limits.enabled else "the run waits"
+                more = f"it is {'replaced' if limits.enabled else 'given up'} if that goes on"
                 yield {"kind": "log", "text": f"{by_me[each.member]} stands still in {where}: {each.evidence}; {more}"}
         self._suspected = {each.member for each in suspects}
 

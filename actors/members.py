@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from actors.failure import MemberFault, Programs, Watch, quietly
+from actors.failure import TICK_S, MemberFault, Programs, Watch, quietly
 from actors.folder import RunFolder
 from actors.nodes import ANSWER_S, Nodes
 from actors.stage_group import MemberHandle, StageGroup, start_worker
@@ -25,6 +25,7 @@ from zeropp_ray.layout import Member
 
 Event = dict[str, Any]
 
+WARM_S = 5.0  # how long a spare that still starts is waited for
 STUCK_S = 3.0  # how long a member may still wait for a transfer after all have left the epoch
 FREE_S = 20.0  # how long members may take to come free of an epoch: longer than to form one
 PLACE_S = 60.0  # how long the members' bundles are waited for
@@ -46,6 +47,7 @@ class Members:
         self._store: Any = None  # the rendezvous of the epoch at hand
         self._group: PlacementGroup | None = None
         self._evaluating = False
+        self._unbuilt: set[Member] = set()  # successors that are not yet what they shall be
 
     def of(self, me: Member) -> MemberHandle:
         return next(member for member in self.all if member.me == me)
@@ -162,6 +164,12 @@ class Members:
         """The same, for what does not take long: nothing is told."""
         return quietly(self.watched(method, *arguments, timeout_s=timeout_s, orders=orders))
 
+    def settle(self, calls: list[Any]) -> None:
+        """Wait until a call to each member has ended, however it did. Raises MemberFault if one stands still."""
+        while ray.wait(calls, num_returns=len(calls), timeout=TICK_S)[1]:
+            for _ in self.watch.check(calls, self._programs):  # events that are told when it is over
+                pass
+
     def await_all(self, calls: list[Any], members: Sequence[MemberHandle]) -> list[Any]:
         """The results of one call each of some ``members``, such as the successors of lost ones."""
         watch = self.watch if members is self.all else Watch(self._config, list(members), self._nodes, self._folder)
@@ -174,7 +182,7 @@ class Members:
 
         Returns all that need a successor.
         """
-        gone = set(lost)
+        gone = set(lost) | self._unbuilt
         self._kill([member for member in self.all if member.me in gone])
         self._store = None  # whoever waits for a member in it fails
         left = [member for member in self.all if member.me not in gone]
@@ -182,7 +190,7 @@ class Members:
         calls = [(member, member.actor.abort.remote()) for member in left]
         answers = {ref: member for member, ref in calls + [(m, m.actor.drop_step.remote()) for m in left]}
         began, waiting = time.monotonic(), list(answers)
-        limit_s = max(FREE_S, self._config.recovery.hang_s + self.watch.longest_step_s)
+        limit_s = max(FREE_S, self._config.recovery.hang_s + max(self.watch.step_s, default=0.0))
         while waiting and (passed := time.monotonic() - began) < limit_s:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.2)
             gone |= {answers[ref].me for ref in done if not _answered(ref)}
@@ -210,6 +218,7 @@ class Members:
             member.identity = None
             fresh.append((member, ready))
         members = [member for member, _ in fresh]
+        self._unbuilt |= {member.me for member in members}
         try:
             identities = self.await_all([ready for _, ready in fresh], members)
         except MemberFault as fault:
@@ -224,11 +233,14 @@ class Members:
             member.identity = identity
         self._nodes.watch(set(self.nodes()))
         self.build(members)
+        self._unbuilt.clear()
         self._write()
         return how
 
     def _warm_spare(self) -> tuple[Any, Any, int] | None:
         """A spare that is there. One that died is started again; one that still starts may wait for a node."""
+        if self._spares:  # it is ahead of a new one
+            ray.wait([ready for _, ready, _ in self._spares], timeout=WARM_S)
         for spare in list(self._spares):
             actor, ready, bundle = spare
             if not ray.wait([ready], timeout=0)[0]:

@@ -7,7 +7,6 @@ that cannot answer is read and killed all the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,17 +69,24 @@ class Nodes:
         """At members of ``node``; None if it does not answer."""
         if node == self._here:
             return look(places)
-        with suppress(ray.exceptions.RayError, TimeoutError):
-            return ray.get(self._agent(node).look.remote(places), timeout=ANSWER_S)
-        return None
+        return self._ask(node, "look", places, ANSWER_S)
 
     def kill(self, node: str, processes: list[tuple[int, int]]) -> None:
         """End processes of ``node``. If it does not answer, they are gone with it, or cannot be reached."""
         if node == self._here:
             kill(processes, GONE_S)
             return
-        with suppress(ray.exceptions.RayError, TimeoutError):
-            ray.get(self._agent(node).kill.remote(processes), timeout=ANSWER_S + GONE_S)
+        self._ask(node, "kill", processes, ANSWER_S + GONE_S)
+
+    def _ask(self, node: str, method: str, argument: Any, timeout_s: float) -> Any:
+        """What the agent of ``node`` answers; None if it does not. One that died is followed by another."""
+        try:
+            return ray.get(getattr(self._agent(node), method).remote(argument), timeout=timeout_s)
+        except TimeoutError:
+            return None
+        except ray.exceptions.RayError:
+            del self._agents[node]
+            return None
 
     def watch(self, nodes: set[str]) -> None:
         """Start what is needed to see members of ``nodes`` later."""

@@ -69,10 +69,10 @@ class ProgressFile:
         """A call for ``step`` begins, or one in place of which something else stands."""
         self.step = step
         self._clocks.clear()
-        _PLACE.pack_into(self._map, 0, step, 0, time.time())
+        _PLACE.pack_into(self._map, 0, step, 0, time.monotonic())
 
     def __call__(self, position: int) -> None:
-        now = time.time()
+        now = time.monotonic()
         self._clocks.append(now)
         _PLACE.pack_into(self._map, 0, self.step, position, now)
 
@@ -85,7 +85,7 @@ class ProgressFile:
         return {op.name: value for op, value in seconds.items()}
 
     def beat(self, waits: int, waited: int) -> None:
-        _BEAT.pack_into(self._map, _PLACE.size, time.time(), waits, waited)
+        _BEAT.pack_into(self._map, _PLACE.size, time.monotonic(), waits, waited)
 
     def beat_every(self, seconds: float, waits: Callable[[], tuple[int, int]]) -> None:
         """Beat from a thread of its own, for as long as the process lives."""
@@ -107,5 +107,5 @@ def read_progress(path: Path) -> Position | None:
         beat, waits, waited = _BEAT.unpack_from(data, _PLACE.size)
     except (OSError, struct.error):
         return None
-    now = time.time()
+    now = time.monotonic()
     return Position(step, position, now - clock, now - beat, waits, waited)

@@ -39,7 +39,7 @@ class Record:
         self._seconds: list[float] = []
         self._own: list[tuple[float, float]] = []  # the driver's process time and its blocked time, of each step
         self.step = progress.step  # the newest that was recorded
-        self._evaluated = {line["step"] for line in lines if "validation_loss" in line}
+        self._validation = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
         self._memory: dict[str, Any] | None = None
 
     def begin_step(self) -> None:
@@ -82,11 +82,11 @@ class Record:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the evaluation after ``step`` is recorded."""
-        return step in self._evaluated
+        return step in self._validation
 
     def evaluated(self, step: int, validation_loss: float) -> Event:
         line = {"step": step, "validation_loss": _finite(validation_loss)}
-        self._evaluated.add(step)
+        self._validation[step] = line["validation_loss"]
         self._write(line)
         return {"kind": "eval", **line}
 
@@ -101,9 +101,7 @@ class Record:
         with suppress(OSError):
             self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
 
-    def finish(
-        self, reports: list[Any], validation_loss: float, checkpoints: Checkpoints, error: str
-    ) -> dict[str, Any]:
+    def finish(self, reports: list[Any], checkpoints: Checkpoints, error: str) -> dict[str, Any]:
         """Write and return the summary. Counts are totals over all members; the driver's times are medians per step.
 
         ``error``: what went wrong with a run that has all its steps, in words; empty if nothing did.
@@ -129,8 +127,8 @@ class Record:
             "skipped_steps": self._skipped,
             "first_loss": self._losses[min(self._losses)],
             "last_loss": self._losses[max(self._losses)],
-            "validation_loss": _finite(validation_loss),
-            "tokens_per_s": (self._tokens - self._tokens_before) / sum(self._seconds),
+            "validation_loss": self._validation.get(max(self._losses)),
+            "tokens_per_s": (self._tokens - self._tokens_before) / sum(self._seconds) if self._seconds else 0.0,
             "seconds": sum(self._seconds),
             "gathers": total.gathers,
             "reduces": total.reduces,
@@ -148,8 +146,8 @@ class Record:
             if checkpoints.saved_step > 0
             else None,
             "checkpoint_blocked_s": _median(checkpoints.blocked_s) if checkpoints.blocked_s else None,
-            "driver_process_s_per_step": _median([process for process, _ in settled]),
-            "driver_blocked_s_per_step": _median([blocked for _, blocked in settled]),
+            "driver_process_s_per_step": _median([process for process, _ in settled]) if settled else None,
+            "driver_blocked_s_per_step": _median([blocked for _, blocked in settled]) if settled else None,
         }
         self._metrics.close()
         path = self._folder / "summary.json"

@@ -37,7 +37,7 @@ class History:
 
     def advanced(self) -> None:
         """There is a new step."""
-        self.stuck = 0
+        self.stuck, self.last_error = 0, ""
 
 
 def judge(cause: str, lost: int, place: str, text: str, history: History, limits: RecoverySection) -> None:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.events import append_end
 from actors.folder import RunFolder
@@ -32,6 +32,9 @@ from zeropp_ray.evaluation import Loss, Request
 from zeropp_ray.faults import Fault
 from zeropp_ray.models.hf import foreign_tokenizer, initial_weights
 from zeropp_ray.planner.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from actors.supervisor import Supervisor
 
 Event = dict[str, Any]
 
@@ -224,9 +227,9 @@ def _drive(
                 with _driver() as driver:
                     run = driver.run.options(num_returns="streaming")
                     batches = run.remote(config.to_dict(), plan, supervisor.folder, data, inject)
-                    return _follow(batches, folder, on_event, stop, supervisor.started)
-            except DriverDied:
-                supervisor.died()
+                    return _follow(batches, folder, on_event, stop, supervisor)
+            except DriverDied as death:
+                supervisor.died(str(death))
     finally:
         stop.hand_to(lambda: None)  # there is only left to tidy up
 
@@ -236,10 +239,12 @@ def _follow(
     folder: RunFolder,
     on_event: Callable[[Event], None],
     stop: StopSignals,
-    started: Callable[[], None],
+    supervisor: Supervisor,
 ) -> dict[str, Any]:
     """Pass on what a driver tells, up to its last word: the summary, or what is raised."""
     import ray
+
+    from actors.supervisor import DriverDied
 
     def ask() -> None:
         folder.stop.touch()
@@ -249,12 +254,14 @@ def _follow(
     for batch in batches:
         for event in ray.get(batch):
             if event["kind"] == "started":
-                started()
+                supervisor.started()
                 stop.hand_to(ask)
             elif event["kind"] == "done":
                 return event["summary"]
             elif event["kind"] == "failed":
                 print(event["trace"], file=sys.stderr)  # the log, under a command
+                if event["early"] and supervisor.ran:  # the run itself is well, and has what to go on from
+                    raise DriverDied(event["error"])
                 raise _failed(event)
             elif event["kind"] == "stopped":
                 raise _stopped(event, folder.path)
@@ -270,7 +277,7 @@ def _driver() -> Iterator[Any]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from actors.driver import RunDriver
-    from actors.supervisor import DriverDied
+    from actors.supervisor import EVIDENCE, DriverDied
 
     # On this node: the run's folder and the request to stop are files here.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -279,7 +286,7 @@ def _driver() -> Iterator[Any]:
         yield driver
     except ray.exceptions.RayActorError as error:
         print(error, file=sys.stderr)  # the log, under a command
-        raise DriverDied("the driver died: its process was killed or crashed; the members went with it") from error
+        raise DriverDied(EVIDENCE) from error
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ZeroppError):
             raise ZeroppError(str(error.cause)) from error

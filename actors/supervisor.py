@@ -49,30 +49,30 @@ class Supervisor:
         self._history = History()
         self._from = begun  # where the driver at hand began
         self._step = begun  # the newest that was ever committed
-        self._ran = False  # whether a driver came to its steps, and so set aside what is not gone on from
+        self.ran = False  # whether a driver came to its steps, and so set aside what is not gone on from
         self._running = False  # whether the one at hand did
         self._recovery: Event | None = None  # to be told once the new driver is there
         self._noticed = 0.0
 
     def started(self) -> None:
         """The driver at hand begins with its steps."""
-        self._ran = self._running = True
+        self.ran = self._running = True
         if self._recovery is not None:
             event = {**self._recovery, "resumed_s": time.monotonic() - self._noticed, "time": time.time()}
             append_event(self.folder.path, event)
             self._tell(event)
             self._recovery = None
 
-    def died(self) -> None:
-        """Clear away what a dead driver left, and choose where the next one goes on.
+    def died(self, evidence: str) -> None:
+        """Clear away what a dead driver left, and choose where the next one goes on. ``evidence``: in words.
 
         Raises what ends the run: ZeroppError if none came to its steps yet or this death was one too many, NoProgress
         if several brought no new step, Stopped if the run was asked to stop.
         """
         noticed, alive_s = time.monotonic(), self._last_sign_of_life_s()
         place = self._note_progress()
-        text = f"the driver of the run died in {place}: {EVIDENCE}"
-        if not self._ran:
+        text = f"the driver of the run died in {place}: {evidence}"
+        if not self.ran:
             raise ZeroppError(text)
         if not _cluster_answers():
             raise ZeroppError(f"{text}; and the Ray cluster that it ran on does not answer any more")
@@ -95,7 +95,7 @@ class Supervisor:
             "cause": "driver",
             "member": last_driver(self.folder.path),
             "at": place,
-            "evidence": EVIDENCE,
+            "evidence": evidence,
             "step": self._step + 1,
             "action": "restart",
             **back,

@@ -43,7 +43,7 @@ class Orders:
 NONE = Orders()
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2, "saving": 2})  # type: ignore[call-overload]
 class StageWorker:
     """Built in steps, so that constructor arguments stay tiny: ``build``, ``join`` an epoch, one ``advance`` a step.
 
@@ -197,14 +197,16 @@ class StageWorker:
     def snapshot(self, folder: Path, orders: Orders = NONE) -> None:
         """Copy the committed state and start writing this member's part of a checkpoint; ``saved`` waits for it."""
         self._begin(orders=orders)
-        self._save = self._background.submit(self._member.save, self._member.copies(), folder)
+        group = self._member.checkpoint_group  # of this epoch, whenever the thread comes to it
+        self._save = self._background.submit(self._member.save, self._member.copies(), folder, group)
 
     def drop_step(self) -> None:
         """After an abort, once the main thread is free: drop what the step left, so that nobody waits for it."""
         if self._member is not None:
+            self._begin()  # its place in the step is nobody's concern any more
             self._member.drop_step()
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="saving")  # apart: a disk that blocks must not keep an abort from being answered
     def saved(self) -> Any:
         """The files of the last ``snapshot``, once they are on disk. Raises what kept them from it."""
         return self._save.result()

@@ -14,6 +14,7 @@ from jobs.data import data
 from jobs.drill import drill
 from jobs.evaluate import evaluate
 from jobs.export import export
+from jobs.plan import plan
 from jobs.sample import sample
 from jobs.schedule import schedule
 from jobs.train import train
@@ -56,6 +57,7 @@ def zeropp() -> None:
       zeropp train              train a small model on this machine
       zeropp config init        a file with every setting of a run, and what it means
       zeropp data prepare       make text of your own into tokens, once
+      zeropp plan --help        pick the layout for a model and devices
       zeropp schedule --help    look at a schedule before you use it
 
     Exit code: 0 done, 1 failed, 2 wrong usage or configuration, 70 no progress over several recoveries, 75 stopped with
@@ -63,7 +65,7 @@ def zeropp() -> None:
     """
 
 
-for command in (train, data, config, schedule, checkpoint, sample, evaluate, export, drill):
+for command in (train, data, config, plan, schedule, checkpoint, sample, evaluate, export, drill):
     zeropp.add_command(command)
 
 

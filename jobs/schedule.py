@@ -6,11 +6,24 @@ import json
 import os
 import shutil
 import sys
+from typing import Any
 
 import click
 
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.schedule import RECOMPUTE, REDUCE, Costs, compile_program, resolve, to_grid, to_json
+from zeropp_ray.schedule import (
+    POLICIES,
+    RECOMPUTE,
+    REDUCE,
+    Costs,
+    compare,
+    compile_program,
+    resolve,
+    to_grid,
+    to_json,
+    to_table,
+)
+from zeropp_ray.schedule.compare import Row
 
 
 @click.command(name="schedule", context_settings={"show_default": True, "max_content_width": 100})
@@ -57,6 +70,20 @@ from zeropp_ray.schedule import RECOMPUTE, REDUCE, Costs, compile_program, resol
     "for the least traffic.",
 )
 @click.option(
+    "--policy",
+    type=click.Choice([*POLICIES, "all"]),
+    default="zeropp",
+    help="Whose order: ZeroPP's, which follows from the costs, or that of a known schedule, which decides the unit and "
+    "the live activations, and may want a number of chunks. all: see --compare.",
+)
+@click.option(
+    "--compare",
+    "side_by_side",
+    is_flag=True,
+    help="One line of numbers for the policy, or for each of --policy all, instead of the schedule. The work of a "
+    "stage is the same for all: V chunks of the given cost.",
+)
+@click.option(
     "--format", "form", type=click.Choice(["grid", "json"]), default="grid", help="For the eye, or for a program."
 )
 def schedule(
@@ -69,9 +96,11 @@ def schedule(
     prefetch: bool,
     recompute: str,
     reduce: str,
+    policy: str,
+    side_by_side: bool,
     form: str,
 ) -> None:
-    """Print the ZeroPP schedule of one training step.
+    """Print the schedule of one training step.
 
     Inside a scheduling unit a stage runs all micro-batches of a chunk before it moves to the next, so a chunk's
     parameters are gathered once for all of them. The backward is split: input gradients (B) are on the critical path,
@@ -84,9 +113,20 @@ def schedule(
       zeropp schedule --stages 8 --microbatches 32 --cost 1,1.3,0.7,0.25     # uneven costs, a slow link
       zeropp schedule --stages 4 --microbatches 16 --recompute selective     # the forward again, for less memory
       zeropp schedule --stages 8 --microbatches 32 --unit 8 --memory-limit 8 --format json
+      zeropp schedule --stages 4 --microbatches 16 --policy zb-v
+      zeropp schedule --stages 8 --microbatches 32 --policy all --compare
     """
-    costs = _parse_cost(cost, stages * chunks)
-    spec = resolve(stages, chunks, microbatches, unit, memory_limit, prefetch, costs, recompute, reduce, name=_option)
+    times = _parse_cost(cost)
+    costs = Costs.uniform(max(stages * chunks, 1), *times)
+    choices = (unit, memory_limit, prefetch)
+    if side_by_side:
+        names = list(POLICIES) if policy == "all" else [policy]
+        rows = compare(names, stages, chunks, microbatches, times, *choices, recompute, reduce, name=_option)
+        click.echo(json.dumps([_plain(row) for row in rows]) if form == "json" else to_table(rows, chunks))
+        return
+    if policy == "all":
+        raise ConfigError("--policy = all: is for --compare; add that, or name one policy")
+    spec = resolve(stages, chunks, microbatches, *choices, costs, recompute, reduce, policy, _option)
     program = compile_program(spec)
     if form == "json":
         click.echo(json.dumps(to_json(program)))
@@ -99,7 +139,11 @@ def _option(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _parse_cost(text: str, model_chunks: int) -> Costs:
+def _plain(row: Row | tuple[str, str]) -> dict[str, Any]:
+    return row._asdict() if isinstance(row, Row) else {"policy": row[0], "problem": row[1]}
+
+
+def _parse_cost(text: str) -> tuple[float, float, float, float]:
     """Whole numbers stay whole, so that they are printed as they were given."""
     try:
         F, B, W, comm = (int(part) if part.strip().lstrip("+-").isdigit() else float(part) for part in text.split(","))
@@ -108,4 +152,4 @@ def _parse_cost(text: str, model_chunks: int) -> Costs:
             f"--cost = {text}: not four numbers; give those of forward, input gradient, weight gradient and transfer, "
             "such as 1,1,1,0"
         ) from None
-    return Costs.uniform(max(model_chunks, 1), F, B, W, comm)
+    return F, B, W, comm

@@ -129,7 +129,7 @@ def weights(member: StageMember) -> list[tuple[str, int, torch.Tensor]]:
 
 
 def save(member: StageMember, folder: Path) -> list[FileEntry]:
-    return member.save(member.copies(), folder)
+    return member.save(member.copies(), folder, member.checkpoint_group)
 
 
 def load(member: StageMember, folder: Path) -> None:

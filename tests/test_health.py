@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from actors.failure import Watch
+from actors.failure import Watch, _peer_lost
 from actors.folder import RunFolder
 from actors.health import SLOW_STEPS, Slowness, all_wait, standing_still
 from actors.nodes import Nodes, Sight
 from actors.progress import BETWEEN, EVALUATION, START, Position, ProgressFile, read_progress
 from actors.recovery import History, Source, choose_source, judge
+from actors.worker import StageWorker
+from zeropp_ray.comm.base import PeerLost
 from zeropp_ray.config import RecoverySection, RunConfig
-from zeropp_ray.errors import ConfigError, NoProgress, ZeroppError
+from zeropp_ray.errors import ConfigError, MemberError, NoProgress, ZeroppError
 from zeropp_ray.layout import Member
 from zeropp_ray.schedule import compile_program, resolve
 
@@ -119,6 +122,7 @@ def test_an_error_is_tried_again_once() -> None:
     history = History()
     judge("error", 0, "step 3 at 0F0", "boom", history, RecoverySection())
     history.advanced()
+    judge("error", 0, "step 3 at 0F0", "boom", history, RecoverySection())  # long ago
     judge("error", 0, "step 9 at 0F0", "boom", history, RecoverySection())
     with pytest.raises(ZeroppError, match=r"^boom \(for the second time, in the same place\)$"):
         judge("error", 0, "step 9 at 0F0", "boom", history, RecoverySection())
@@ -175,3 +179,20 @@ def test_a_position_is_read_while_its_writer_cannot_answer(tmp_path: Path) -> No
     assert set(seconds) == {"F", "RF", "B", "W"}
     assert seconds["F"] > 0
     assert seconds["RF"] == 0
+
+
+@pytest.mark.parametrize("error", [MemberError("x", peer_lost=True), PeerLost("x")])
+def test_a_lost_peer_is_nobody_s_own_error(error: Exception) -> None:
+    assert _peer_lost(error)
+    assert not _peer_lost(MemberError("x"))
+
+
+def test_who_left_a_step_is_not_blamed_for_its_place_in_it(tmp_path: Path) -> None:
+    worker = StageWorker.__ray_metadata__.modified_class()  # type: ignore[attr-defined]
+    worker._progress, worker._member = ProgressFile(tmp_path / "member"), SimpleNamespace(drop_step=lambda: None)
+    worker._begin(step=5)
+    worker._progress(3)
+    worker.drop_step()
+    at = read_progress(tmp_path / "member")
+    assert at is not None
+    assert at.step == BETWEEN

@@ -54,19 +54,19 @@ def save(method: str, folder: Path) -> list[Any]:
 @pytest.mark.parametrize("times", [0, 1, 2])
 def test_it_is_tried_again(failing: Failing, slept: list[float], times: int) -> None:
     ours = failing(times)
-    events = [*ours.finish(END, save)]
+    events = [*ours.finish(END, save, lambda files: None)]
     text = "checkpoint of step 12 failed: [Errno 28] No space left on device"
     assert [event.get("text") for event in events] == [*[text] * times, None]
     assert (events[-1]["kind"], ours.unsaved(END)) == ("checkpoint", "")
     assert sum(slept) == times * AGAIN_S
-    assert [*ours.finish(END, save)] == [], "what is saved is not saved again"
+    assert [*ours.finish(END, save, lambda files: None)] == [], "what is saved is not saved again"
 
 
 def test_when_it_fails_for_good_the_newest_good_checkpoint_is_named(
     failing: Failing, slept: list[float], tmp_path: Path
 ) -> None:
     ours = failing(3)
-    assert {event["kind"] for event in ours.finish(END, save)} == {"log"}
+    assert {event["kind"] for event in ours.finish(END, save, lambda files: None)} == {"log"}
     assert ours.unsaved(END) == (
         "step 12 could not be saved ([Errno 28] No space left on device); the newest good checkpoint is step-00000010, "
         f"go on with: zeropp train --resume '{tmp_path}/a run'"

@@ -26,7 +26,7 @@ def finished(folder: Path, *losses: float, begin: Progress = START, error: str =
         commit = math.isfinite(loss)
         decision = Decision(step, commit, 1.0, loss, 8, 1.0, "" if commit else f"loss is {loss}")
         list(record.committed(decision, 1e-3, 0.0, 9))
-    return record.finish([], 1.0, SimpleNamespace(saved_step=2, blocked_s=[]), error)  # type: ignore[arg-type]
+    return record.finish([], SimpleNamespace(saved_step=2, blocked_s=[]), error)  # type: ignore[arg-type]
 
 
 def test_a_run_that_is_done_says_so(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_summary_that_cannot_be_written_is_a_failure(tmp_path: Path, monkeypat
     record.begin_step()
     list(record.committed(Decision(2, True, 1.0, 2.0, 8, 1.0), 1e-3, 0.0, 9))
     monkeypatch.setattr(Path, "write_text", full)
-    summary = record.finish([], 1.0, SimpleNamespace(saved_step=2, blocked_s=[]), "")  # type: ignore[arg-type]
+    summary = record.finish([], SimpleNamespace(saved_step=2, blocked_s=[]), "")  # type: ignore[arg-type]
     assert summary["outcome"] == "failed"
     assert summary["error"] == f"{tmp_path}/summary.json could not be written: No space left on device"
     assert not (tmp_path / "summary.json").exists()
@@ -90,3 +90,13 @@ def test_a_line_in_pieces_does_not_keep_a_run_from_going_on(tmp_path: Path) -> N
         metrics.write(b'{"step": 3, "lo{"step": 9}\n\xff\n{"loss": 1.0}\n[]\n')
     finished(tmp_path, 1.5, begin=RESUMED)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_a_driver_that_comes_when_all_steps_are_done_only_says_so(tmp_path: Path) -> None:
+    finished(tmp_path, 2.0)
+    record = Record(tmp_path, RESUMED)
+    record.evaluated(1, 1.5)
+    again = Record(tmp_path, RESUMED)  # the driver died when all was saved
+    summary = again.finish([], SimpleNamespace(saved_step=1, blocked_s=[]), "")  # type: ignore[arg-type]
+    assert (summary["outcome"], summary["steps"], summary["validation_loss"]) == ("done", 1, 1.5)
+    assert summary["driver_blocked_s_per_step"] is None

@@ -97,17 +97,18 @@ def test_members_killed_stopped_and_hung_in_one_run(runs: Runs) -> None:
         "kill stage=1 step=9 at=send nth=3",
         "kill stage=2 step=11 at=commit",
         "net stage=0 step=14 at=B",
+        "stop stage=1 step=20 at=checkpoint",  # the save at the end
     )
     causes = [event["cause"] for event in hurt.recoveries]
-    assert causes == ["death", "stop", "hang", "death", "death", "disconnect"]
-    assert [event["source"] for event in hurt.recoveries][1:] == ["copies"] * 5
-    assert [event["action"] for event in hurt.recoveries] == [*["replace"] * 5, "retry"]
+    assert causes == ["death", "stop", "hang", "death", "death", "disconnect", "stop"]
+    assert [event["source"] for event in hurt.recoveries][1:] == ["copies"] * 6
+    assert [event["action"] for event in hurt.recoveries] == [*["replace"] * 5, "retry", "replace"]
     first = hurt.recoveries[0]
     assert first["member"].startswith("stage 0 shard 0 replica 0 (process ")
     assert first["at"].startswith("step 1 at 0B0 (instruction ")
     assert "its process is stopped" in hurt.recoveries[1]["evidence"]
     assert "a thread holds the interpreter lock" in hurt.recoveries[2]["evidence"]
-    assert hurt.summary["recoveries"] == {"death": 3, "stop": 1, "hang": 1, "disconnect": 1}
+    assert hurt.summary["recoveries"] == {"death": 3, "stop": 2, "hang": 1, "disconnect": 1}
     assert 0 < hurt.summary["effective_share"] < 1
 
 
@@ -119,13 +120,13 @@ def test_a_short_stop_is_no_fault(runs: Runs) -> None:
 def test_spares_members_of_one_stage_and_a_fault_during_a_recovery(runs: Runs) -> None:
     hurt = runs.check(
         (2, 2, 2, 1),
-        "kill stage=1 member=1 step=6 at=W",
+        "kill stage=1 member=1 step=9 at=W",
         "kill stage=0 member=0 step=12 at=B; kill stage=0 member=1 step=12 at=B",
         "kill stage=0 member=0 step=16 at=B; kill stage=1 member=1 step=16 at=recovery",
         recovery={"spares": 1, "copy_every": 3},
     )
     assert hurt.recoveries[0]["action"] == "spare"
-    assert hurt.recoveries[0]["replayed"] == 2
+    assert hurt.recoveries[0]["replayed"] in (2, 5)  # the last copy may not have been whole
     assert {event["source"] for event in hurt.recoveries} == {"copies"}
     assert hurt.summary["replayed_steps"] >= 4
 

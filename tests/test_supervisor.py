@@ -17,7 +17,7 @@ from actors import supervisor as module
 from actors.events import EVENTS
 from actors.folder import RunFolder
 from actors.locks import DRIVER, holder, only_driver, only_job
-from actors.supervisor import Supervisor
+from actors.supervisor import EVIDENCE, Supervisor
 from tests.command import CommandRun
 from tests.saved import saved_run
 from zeropp_ray.checkpoint.reader import find
@@ -46,7 +46,7 @@ class Deaths:
         (self.run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def goes_on_from(self) -> str | None:
-        self.supervisor.died()
+        self.supervisor.died(EVIDENCE)
         resume = self.supervisor.folder.resume
         return None if resume is None else resume.name
 

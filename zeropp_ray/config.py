@@ -26,6 +26,7 @@ import tomli_w
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.presets import FAMILIES, PRESETS
 from zeropp_ray.schedule.costs import Costs
+from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.spec import ScheduleSpec, resolve
 
 if sys.version_info >= (3, 11):
@@ -235,6 +236,7 @@ class ParallelSection(_Section):
     prefetch: bool = setting(False, "gather the next chunk ahead of its use; two are then resident at a time")
     recompute: str = setting("none", "whose forwards run again instead of keeping activations: none, full, selective")
     reduce: str = setting("unit", "when a chunk's gradients are reduced: after each unit, or once a step")
+    policy: str = setting("zeropp", f"whose order a step runs in: {', '.join(POLICIES)}")
 
     def _check(self) -> None:
         self._at_least(1, "stages", "chunks", "shards", "replicas", "microbatch_size")
@@ -254,6 +256,7 @@ class ParallelSection(_Section):
             costs,
             self.recompute,
             self.reduce,
+            self.policy,
         )
 
     @property

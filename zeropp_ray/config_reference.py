@@ -53,6 +53,9 @@ graph. Such forwards, and those of an evaluation, run without gradients.
 moves the least: each chunk's are reduced once in the step, so those of all V chunks exist until then. Results are equal
 up to rounding.
 
+**Policy.** ZeroPP's order follows from the costs of the chunks. The other policies are known schedules, for comparison;
+some take one chunk, or two, and their order fixes the unit and the live activations ([schedules.md](schedules.md)).
+
 **Replicas** repeat the mesh and add up their gradients. With `zero1` they share the optimizer's work too: each updates
 one of R pieces of its shard and hands the others its new weights. The result is the same; each member keeps 1/R of its
 moments, and of fp32 weights beside bf16 ones. In fp32, R = 2 sends as much as without it; more replicas send less,

@@ -33,6 +33,8 @@ from zeropp_ray.sharding import FlatParameters
 if TYPE_CHECKING:
     from zeropp_ray.planner.plan import Plan
 
+LEFT_S = 1.0  # how long the exchange of an epoch that is over is waited for
+
 
 class Holdings(NamedTuple):
     """The steps of the whole copies that a member holds, ascending: of its own state, and of the one it guards."""
@@ -120,8 +122,10 @@ class Copies:
         self._failed: MemberError | None = None
 
     def join(self, group: Group) -> None:
-        """Exchange over the group of a new epoch. That of the one before is closed, so its exchange ends soon."""
-        self._wait()
+        """Exchange over the group of a new epoch. That of the one before is closed, so its exchange ends soon; or not
+        before its time limit, if gloo has forgotten a send. Then it is left alone, and what it does counts no longer.
+        """
+        self._wait(LEFT_S)
         self._group, self._gave_frozen, self._failed = group, False, None
 
     @torch.no_grad()
@@ -136,13 +140,13 @@ class Copies:
             self._has_frozen = True
         self._own.steps[version] = step
         if self._guarded is not None:
-            arguments = (self._guarded, self._own.changing[version], step)
+            arguments = (self._group, self._guarded, self._own.changing[version], step)
             self._thread = threading.Thread(target=self._exchange, args=arguments, name="copies", daemon=True)
             self._thread.start()
 
-    def _exchange(self, guarded: _Versions, outgoing: torch.Tensor, step: int) -> None:
+    def _exchange(self, group: Group, guarded: _Versions, outgoing: torch.Tensor, step: int) -> None:
+        version = guarded.open()
         try:
-            group, version = self._group, guarded.open()
             before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
             coming, going = [guarded.changing[version]], [outgoing]
             if not self._gave_frozen:
@@ -152,19 +156,20 @@ class Copies:
             posted += [group.send(part, after, 2 * step + i) for i, part in enumerate(going) if part.numel()]
             for transfer in posted:
                 transfer.wait()
-            guarded.steps[version] = step
-            self._gave_frozen = True
+            if group is self._group:
+                guarded.steps[version], self._gave_frozen = step, True
         except Exception as error:
-            self._failed = self._error("the exchange of copies", error)
+            if group is self._group:
+                self._failed = self._error("the exchange of copies", error)
 
     def _error(self, doing: str, error: Exception) -> MemberError:
         text = f"{self._me} failed in {doing}: {' '.join(str(error).split())}"
         return MemberError(text, isinstance(error, PeerLost), traceback.format_exc())
 
-    def _wait(self) -> None:
+    def _wait(self, at_most_s: float | None = None) -> None:
         """Until the exchange at hand is over."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(at_most_s)
             self._thread = None
 
     def acknowledged(self) -> int:

@@ -138,6 +138,10 @@ class Engine:
         self.weights = weights
         self._shape, self._dtype = activation
         self._live_limit, self._input_limit = live_limit, input_limit
+        owned = layout.owned(me.p)
+        # What a chunk hands to another one of this stage: the output of v to v + 1, or the input gradient to v - 1.
+        self._local = {("F", v) for v, c in enumerate(owned) if c + 1 in owned}
+        self._local |= {("B", v) for v, c in enumerate(owned) if c - 1 in owned}
         self.measured = Measured()
         self.step = RunningStep()
         self._microbatches: Microbatches = lambda m: (_ for _ in ()).throw(LookupError(m))
@@ -313,11 +317,10 @@ class Engine:
 
         The tag names the boundary that is crossed, so that both ends agree on it.
         """
-        P = self.layout.stages
         here = self.layout.model_chunk(self.me.p, chunk)
         after_here = outgoing == (kind == "F")  # the boundary behind this chunk, or the one before it
         there = here + 1 if after_here else here - 1
-        return there % P, self._tag(min(here, there), microbatch) + (kind == "B")
+        return self.layout.stage_of(there), self._tag(min(here, there), microbatch) + (kind == "B")
 
     def _tag(self, boundary: int, number: int) -> int:
         """Of transfer ``number`` over a boundary, the one behind model chunk ``boundary``; the next tag is free too."""
@@ -349,8 +352,8 @@ class Engine:
         self.step.leaving.pop((action.kind, action.chunk, action.microbatch))[1].wait()
 
     def _hand_on(self, kind: str, chunk: int, microbatch: int, tensor: torch.Tensor) -> None:
-        """Keep what was produced for its SEND; with one stage the neighbour chunk is here and takes it directly."""
-        if self.layout.stages > 1:
+        """Keep what was produced for its SEND; where the next chunk is here too, it takes it directly."""
+        if (kind, chunk) not in self._local:
             self.step.produced[(kind, chunk, microbatch)] = tensor
         elif kind == "F":  # a copy: the chunk that takes it may work on it in place, and this one may have saved it
             self.step.arrived[(kind, chunk + 1, microbatch)] = tensor.clone()

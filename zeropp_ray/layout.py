@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zeropp_ray import placement
+
 
 class Member(NamedTuple):
     """Coordinates of one member: pipeline stage ``p``, shard ``f`` in the stage, replica ``r`` of the whole mesh."""
@@ -24,7 +26,7 @@ class Member(NamedTuple):
 class Layout:
     """The mesh: ``stages`` P, ``chunks`` V per stage, ``shards`` F per stage, ``replicas`` R.
 
-    Placement is *looped*: chunk ``v`` of stage ``p`` is model chunk ``v * P + p``.
+    ``placement``: which model chunk is chunk ``v`` of stage ``p``, "looped" or "v" (placement.py).
 
     A member *owns* one of the :attr:`pieces` that a stage's optimizer state is cut in: its master weights and moments.
     That is all of its shard, and the same at every replica; with ``zero1`` the replicas share it out (ZeRO-1), as in a
@@ -36,6 +38,7 @@ class Layout:
     shards: int
     replicas: int
     zero1: bool = False
+    placement: str = "looped"
 
     def members(self) -> Iterator[Member]:
         """All members in (p, f, r) order: the order of placement bundles and of every sum over members."""
@@ -92,12 +95,16 @@ class Layout:
         return None if self.mirrored or len(ring) == 1 else ring[ring.index(me) - 1]
 
     def model_chunk(self, stage: int, chunk: int) -> int:
-        return chunk * self.stages + stage
+        return placement.model_chunk(self.placement, self.stages, stage, chunk)
 
     def owned(self, stage: int) -> list[int]:
         """Model chunks of ``stage``, in the order of its own chunk index."""
         return [self.model_chunk(stage, v) for v in range(self.chunks)]
 
+    def stage_of(self, model_chunk: int) -> int:
+        """The stage that holds a model chunk."""
+        return placement.stage_and_chunk(self.placement, self.stages, model_chunk)[0]
+
     def stages_of(self, model_chunks: Iterable[int]) -> list[int]:
         """The stages that hold these model chunks, ascending."""
-        return sorted({chunk % self.stages for chunk in model_chunks})
+        return sorted({self.stage_of(chunk) for chunk in model_chunks})

@@ -18,7 +18,7 @@ import torch
 from zeropp_ray.checkpoint.manifest import FileEntry
 from zeropp_ray.checkpoint.reader import Checkpoint
 from zeropp_ray.checkpoint.writer import ParameterCopy, write
-from zeropp_ray.comm.base import Counters, Links
+from zeropp_ray.comm.base import Counters, Group, Links
 from zeropp_ray.config import RunConfig
 from zeropp_ray.copies import Copies, Holdings
 from zeropp_ray.engine import Chunk, Engine, Measured
@@ -232,7 +232,9 @@ class StageMember:
 
         Called at all members at once, and after all have acknowledged the copy before (:attr:`Vote.held`).
         """
-        self._copies.take(step)
+        assert self._links is not None
+        with self._links.waits.one():
+            self._copies.take(step)
 
     def holdings(self) -> Holdings:
         """Which copies are whole here. Comes after :meth:`join`, so that no exchange is on its way."""
@@ -244,13 +246,10 @@ class StageMember:
         Called at all members at once, after :meth:`join`. Raises MemberError if one is lost meanwhile.
         """
         assert self._links is not None
-        training, waits = replace(self.counters), self._links.waits
+        training = replace(self.counters)
         self.reached("recovery")
-        waits.begun += 1
-        try:
+        with self._links.waits.one():
             self._copies.restore(step, missing)
-        finally:
-            waits.over += 1
         self.engine.refresh(frozen=True)
         self.counters.set(training)
 
@@ -305,14 +304,19 @@ class StageMember:
                 copies.append(ParameterCopy(slot.name, tuple(slot.parameter.shape), pieces, ranges))
         return copies
 
-    def save(self, copies: list[ParameterCopy], folder: Path) -> list[FileEntry]:
-        """Write this member's part of a checkpoint; in a thread of its own, while steps go on. Of replicas that own the
-        same the first does.
-        """
+    @property
+    def checkpoint_group(self) -> Group:
+        """The group of the epoch at hand over which a checkpoint is put together."""
         assert self._links is not None
+        return self._links.checkpoint
+
+    def save(self, copies: list[ParameterCopy], folder: Path, group: Group) -> list[FileEntry]:
+        """Write this member's part of a checkpoint, put together over ``group``; in a thread of its own, while steps go
+        on. Of replicas that own the same the first does.
+        """
         if not self.plan.layout.answers(self.me):
             return []
-        return write(copies, self._links.checkpoint, self.me.p, folder, lambda: self.reached("checkpoint"))
+        return write(copies, group, self.me.p, folder, lambda: self.reached("checkpoint"))
 
     @torch.no_grad()
     def load(self, checkpoint: Checkpoint) -> None:

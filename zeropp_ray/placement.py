@@ -1,8 +1,8 @@
 """Which stage holds which model chunk. Model chunks are consecutive; chunk ``v`` of stage ``p``, of ``P``, is
 
 - *looped*: model chunk ``v·P + p``, so that a stage hands on to the next one, and the last one to the first;
-- *v*: the same for even ``v``, and ``v·P + (P-1-p)`` for odd ones. The way turns at the ends, where a stage hands over to
-  itself, and with two chunks the first stage holds both ends of the model.
+- *v*: the same for even ``v``, and ``v·P + (P-1-p)`` for odd ones. The way turns at the ends, where a stage hands over
+  to itself, and with two chunks the first stage holds both ends of the model.
 """
 
 from __future__ import annotations

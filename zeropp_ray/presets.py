@@ -2,7 +2,8 @@
 
 A preset gives the fields of `[model]` that it names; what a configuration says itself goes before it. Sizes are those
 of the `config.json` that each model was published with, and `PARAMETERS` its published number of parameters, which a
-test holds against the built model.
+test holds against the built model. GPT-3 was published as a table alone (Brown et al., arXiv 2005.14165, table 2.1; its
+width for 13B, 5140, is no multiple of its heads, and taken as 5120); its parameters are counted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 _GPT2 = {"family": "gpt2", "vocab_size": 50257, "context": 1024, "tie_embeddings": True}
+_GPT3 = {**_GPT2, "context": 2048}  # as a dense GPT-2; the published one has sparse attention in every other layer
 _LLAMA2 = {"family": "llama", "vocab_size": 32000, "context": 4096}
 _LLAMA3 = {"family": "llama", "vocab_size": 128256, "context": 8192, "kv_heads": 8, "rope_theta": 500000.0}
 _LLAMA31 = {**_LLAMA3, "context": 131072, "rope_factor": 8.0}
@@ -27,6 +29,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-medium": {**_GPT2, **_size(24, 1024, 16)},
     "gpt2-large": {**_GPT2, **_size(36, 1280, 20)},
     "gpt2-xl": {**_GPT2, **_size(48, 1600, 25)},
+    "gpt3-6.7b": {**_GPT3, **_size(32, 4096, 32)},
+    "gpt3-13b": {**_GPT3, **_size(40, 5120, 40)},
+    "gpt3-175b": {**_GPT3, **_size(96, 12288, 96)},
     "llama2-7b": {**_LLAMA2, **_size(32, 4096, 32, ffn_dim=11008)},
     "llama2-13b": {**_LLAMA2, **_size(40, 5120, 40, ffn_dim=13824)},
     "llama2-70b": {**_LLAMA2, **_size(80, 8192, 64, 8, 28672)},
@@ -48,6 +53,9 @@ PARAMETERS: dict[str, int] = {
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
+    "gpt3-6.7b": 6_658_404_352,
+    "gpt3-13b": 12_853_386_240,
+    "gpt3-175b": 174_604_259_328,
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,

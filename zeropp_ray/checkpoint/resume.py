@@ -24,7 +24,8 @@ def resumed(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
     changed = {override.partition("=")[0].strip() for override in overrides}
     automatic = {"parallel.memory_limit"} if "parallel.recompute" in changed else set[str]()
     if changed & {
-        f"parallel.{name}" for name in ("stages", "chunks", "microbatches", "microbatch_size", "shards", "replicas")
+        f"parallel.{name}"
+        for name in ("stages", "chunks", "microbatches", "microbatch_size", "shards", "replicas", "policy")
     }:
         automatic |= {"parallel.unit", "parallel.memory_limit"}  # were resolved for the old layout
         if values["train"].get("tokens_per_step"):

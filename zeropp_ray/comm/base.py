@@ -11,6 +11,8 @@ at each member, so a group of one counts the operation and no bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Protocol
 
@@ -34,6 +36,15 @@ class Waits:
 
     begun: int = 0
     over: int = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A wait for others, whatever it consists of."""
+        self.begun += 1
+        try:
+            yield
+        finally:
+            self.over += 1
 
 
 @dataclass

@@ -15,7 +15,7 @@ from zeropp_ray.models.describe import ModelDescription, ParameterSet, describe
 from zeropp_ray.models.layered import resolve_factory
 from zeropp_ray.planner.memory import predict_memory
 from zeropp_ray.precision import Precision
-from zeropp_ray.schedule import Costs, Program, compile_forward, compile_program
+from zeropp_ray.schedule import POLICIES, Costs, Program, compile_forward, compile_program
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ def make_plan(config: RunConfig) -> Plan:
         shards=parallel.shards,
         replicas=parallel.replicas,
         zero1=parallel.zero1,
+        placement=POLICIES[parallel.policy].placement,
     )
     description = describe(
         resolve_factory(config.model),

@@ -1,13 +1,14 @@
 """Schedules: from numbers to a checked program per rank.
 
-Passes, as in a compiler: order (``F``, ``RF``, ``B``, ``W`` from a replay of the costs, or as a policy fixes it) → residency (``GATHER``,
-``RELEASE``, ``REDUCE``) → communication (``RECV``, ``WAIT``, ``SEND``, ``DRAIN``) → check. Each is a pure function;
-:func:`compile_program` runs them all.
+Passes, as in a compiler: order (``F``, ``RF``, ``B``, ``W`` from a replay of the costs, or fixed by the
+policy) → residency (``GATHER``, ``RELEASE``, ``REDUCE``) → communication (``RECV``, ``WAIT``, ``SEND``, ``DRAIN``) →
+check. Each is a pure function; :func:`compile_program` runs them all.
 """
 
 from zeropp_ray.schedule.actions import COMPUTE, TRANSFER, Action, Op, Ranks, listing
 from zeropp_ray.schedule.check import check
 from zeropp_ray.schedule.communication import RECEIVE_WINDOW, add_communication, in_flight_bounds
+from zeropp_ray.schedule.compare import compare, to_table
 from zeropp_ray.schedule.costs import Costs
 from zeropp_ray.schedule.order import Phase, forward_order, phases, zeropp_order
 from zeropp_ray.schedule.policies import POLICIES, Policy, fixed_order
@@ -39,6 +40,7 @@ __all__ = [
     "add_communication",
     "add_residency",
     "check",
+    "compare",
     "compile_forward",
     "compile_program",
     "default_limit",
@@ -55,5 +57,6 @@ __all__ = [
     "split_units",
     "to_grid",
     "to_json",
+    "to_table",
     "zeropp_order",
 ]

@@ -1,8 +1,9 @@
 """The policies: ZeroPP, whose order is made from the costs (order.py), and known orders that it is compared with.
 
 A known order is fixed: what a rank runs follows from the numbers of the spec alone. Residency, communication, check,
-replay and engine are the same for all, so parameters are gathered as ZeRO-3 must under that order, with one chunk resident
-(two with prefetch). In orders without a split backward each ``W`` follows its ``B``, whose result goes out first.
+replay and engine are the same for all, so parameters are gathered as ZeRO-3 must under that order, with one chunk
+resident (two with prefetch). Where the backward is not split, each ``W`` follows its ``B``; what ``B`` gives goes out
+before.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Policy(NamedTuple):
 
 
 def breadth_first(spec: ScheduleSpec, rank: int) -> Iterator[Action]:
-    """All micro-batches of a chunk before the next chunk: GPipe (Huang et al., arXiv 1811.06965), and with several chunks
-    a stage looped breadth-first (Lamy-Poirier, arXiv 2211.05953).
+    """All micro-batches of a chunk before the next chunk: GPipe (Huang et al., arXiv 1811.06965), and with several
+    chunks a stage looped breadth-first (Lamy-Poirier, arXiv 2211.05953).
     """
     for v in range(spec.chunks):
         yield from (Action(Op.F, v, m) for m in range(spec.microbatches))
@@ -48,9 +49,9 @@ def breadth_first(spec: ScheduleSpec, rank: int) -> Iterator[Action]:
 def _one_f_one_b(ramp: int, split: bool) -> Order:
     """After a warm-up a backward follows each forward, so that few activations are live.
 
-    Narayanan et al., arXiv 2104.04473: a unit of micro-batches goes through one chunk, then through the next. The warm-up
-    of a rank is a unit in each chunk but the last, and ``ramp`` forwards for each rank behind it. ``split``: on rank ``p``
-    ``W`` run ``p`` backwards late, and fill the gaps at the end (ZB-H1; Qi et al., arXiv 2401.10241).
+    Narayanan et al., arXiv 2104.04473: a unit of micro-batches goes through one chunk, then through the next. The
+    warm-up of a rank is a unit in each chunk but the last, and ``ramp`` forwards for each rank behind it. ``split``: on
+    rank ``p`` ``W`` run ``p`` backwards late, and fill the gaps at the end (ZB-H1; Qi et al., arXiv 2401.10241).
     """
 
     def order(spec: ScheduleSpec, rank: int) -> Iterator[Action]:
@@ -71,10 +72,10 @@ def _one_f_one_b(ramp: int, split: bool) -> Order:
 
 
 def zb_v(spec: ScheduleSpec, rank: int) -> Iterator[Action]:
-    """ZB-V (Qi et al., arXiv 2405.15362): two chunks in a V, so that the first backward comes back to the stage of the last
-    forward at once. A rank holds ``2P`` chunk activations, and is never idle in between if all tasks take as long.
+    """ZB-V (Qi et al., arXiv 2405.15362): two chunks in a V, so that the rank that starts a micro-batch ends it too,
+    and its backward comes back without a detour. All ranks hold ``2P`` chunk activations, as many as 1F1B's first.
 
-    The order is that of ``2P-1`` micro-batches or more; of fewer, it is that of the first ``N``.
+    The order is that of ``2P-1`` micro-batches or more; of fewer, those that are not there are left out.
     """
     behind, enough = spec.stages - rank, max(spec.microbatches, 2 * spec.stages - 1)
     count = dict.fromkeys([(op, v) for op in (Op.F, Op.B, Op.W) for v in (0, 1)], 0)
@@ -115,13 +116,13 @@ POLICIES = {
     "interleaved-zb": Policy("Interleaved ZB-H1", _one_f_one_b(ramp=1, split=True), least_chunks=2, unit="P"),
     "zb-v": Policy("ZB-V", zb_v, chunks=2, unit="N", placement="v", open_buffers=True),
 }
-"""By their name in ``parallel.policy``. ``zeropp-published`` gathers a chunk for its forwards and again for its backwards, a
-unit's one after the other: ``2·V·K`` gathers, as in Tang et al., arXiv 2402.03791. ``zeropp-one-unit`` gathers least.
+"""By their name in ``parallel.policy``. ``zeropp-published`` gathers a chunk for a unit's forwards and again for its
+backwards, ``2·V·K`` times in a step, as in Tang et al., arXiv 2402.03791. ``zeropp-one-unit`` gathers least.
 """
 
 
 def fixed_order(spec: ScheduleSpec) -> list[list[Action]]:
-    """The tasks of every rank under a policy whose order is fixed. ``RF`` of a recomputed chunk goes ahead of its ``B``."""
+    """The tasks of every rank under a policy whose order is fixed; ``RF`` of a recomputed chunk just ahead of ``B``."""
     order = POLICIES[spec.policy].order
     assert order is not None, f"{spec.policy} takes its order from the costs"
     return [list(_with_recomputation(order(spec, p), spec.recomputed)) for p in range(spec.stages)]

@@ -123,7 +123,8 @@ def _paint(cells: Iterable[Cell], color: bool) -> str:
 
 def _title(spec: ScheduleSpec) -> str:
     units = " + ".join(f"{len(list(run))} × {size}" for size, run in groupby(spec.units))
-    return f"{POLICIES[spec.policy].title}  P = {spec.stages} stages, V = {spec.chunks} chunks, N = {spec.microbatches} micro-batches = {units}"
+    numbers = f"P = {spec.stages} stages, V = {spec.chunks} chunks, N = {spec.microbatches} micro-batches = {units}"
+    return f"{POLICIES[spec.policy].title}  {numbers}"
 
 
 def _legend(spec: ScheduleSpec, step: float, color: bool) -> list[str]:

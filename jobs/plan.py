@@ -1,0 +1,203 @@
+"""``zeropp plan``: which layout to train a model with on given devices, and what a step would be, on paper."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zeropp_ray.config import ModelSection, RunConfig, load_config
+from zeropp_ray.errors import ConfigError
+from zeropp_ray.presets import PRESETS
+
+if TYPE_CHECKING:
+    from zeropp_ray.planner.cost_model import Choice, Estimate
+    from zeropp_ray.planner.hardware import Cluster
+    from zeropp_ray.planner.search import Plans
+    from zeropp_ray.planner.sizes import ModelSizes
+
+_LETTERS = (
+    "P stages of V chunks, F shards, R replicas (zero1: which split the optimizer's state); b sequences in a\n"
+    "micro-batch, N micro-batches a step, U in a unit. 3D: T tensor-parallel x P stages x D data-parallel."
+)
+
+
+@click.command(name="plan", short_help="Pick the layout for a model on given devices.")
+@click.option("--model", "preset", default="", metavar="NAME", help="A published model, such as llama3-8b.")
+@click.option("--from", "file", type=click.Path(path_type=Path), help="Take model and batch from a configuration.")
+@click.option("--gpus", type=int, default=0, help="Devices.  [default: 8, or what the configuration has]")
+@click.option("--device", default="h100-80g", show_default=True, help="Kind of device; an unknown one lists them.")
+@click.option("--nodes", type=int, default=0, help="Nodes that hold the devices.  [default: nodes of the usual size]")
+@click.option("--intra", default="", help="Link inside a node, such as nvlink or pcie5.  [default: the device's]")
+@click.option("--inter", default="", help="Link between nodes, such as ib400.  [default: usual for the device]")
+@click.option("--seq", type=int, default=0, help="Tokens of a sequence.  [default: the context, 8192 at most]")
+@click.option("--global-batch", type=int, default=0, help="Sequences a step.  [default: 1024, or the configuration's]")
+@click.option("--top", type=int, default=5, show_default=True, help="How many plans to show.")
+@click.option("--write", type=click.Path(path_type=Path), help="Write the best plan as a configuration for `train`.")
+def plan(
+    preset: str,
+    file: Path | None,
+    gpus: int,
+    device: str,
+    nodes: int,
+    intra: str,
+    inter: str,
+    seq: int,
+    global_batch: int,
+    top: int,
+    write: Path | None,
+) -> None:
+    """Search stages, chunks, shards, replicas, micro-batch, unit and recomputation for a model on given devices.
+
+    Prints the fastest layouts whose memory fits, what the best one spends time, memory and traffic on, what would be
+    faster if it fitted, and the best layout of 3D parallelism (tensor x pipeline x data) under the same cost model and
+    for the same batch. Nothing is run or built; docs/planning.md says what the figures rest on.
+
+    \b
+    Examples:
+      zeropp plan --model llama3-8b --gpus 8
+      zeropp plan --model llama3-70b --gpus 64 --device h200 --global-batch 512
+      zeropp plan --from run.toml --gpus 16 --device a100-80g --write best.toml
+    """
+    from zeropp_ray.planner.cost_model import estimate
+    from zeropp_ray.planner.hardware import cluster
+    from zeropp_ray.planner.search import choice_of, search
+
+    if top < 1:
+        raise ConfigError(f"--top = {top}: must be at least 1")
+    if write is not None and write.exists():
+        raise ConfigError(f"--write = {write}: is there already; choose another name")
+    config = _config(preset, file, seq)
+    on = cluster(device, gpus or (config.parallel.members if file else 8), nodes, intra, inter)
+    batch = global_batch or (config.parallel.global_batch if file else 1024)
+    if batch < 1:
+        raise ConfigError(f"--global-batch = {batch}: must be at least 1")
+    sizes = _sizes(config, on.device.dtype)
+    found = search(sizes, on, batch, top)
+    own = estimate(sizes, on, choice_of(config.parallel)) if file and config.parallel.policy == "zeropp" else None
+    click.echo(_report(found, own))
+    if write is not None:
+        write.write_text(_chosen(config, found).to_toml(), encoding="utf-8")
+        click.echo(f"\n{write} written: plan 1; see what it comes to with: zeropp config check {write}")
+
+
+def _config(preset: str, file: Path | None, seq: int) -> RunConfig:
+    if bool(preset) == (file is not None):
+        raise ConfigError("give --model NAME or --from FILE, one of the two")
+    if seq < 0:
+        raise ConfigError(f"--seq = {seq}: must be at least 1")
+    if file is not None:
+        config = load_config(file)
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, seq_len=seq)) if seq else config
+    if preset not in PRESETS:
+        raise ConfigError(f"--model = {preset!r}: unknown; known are {', '.join(PRESETS)}; --from FILE takes any")
+    model = ModelSection(preset=preset, seq_len=seq or min(8192, PRESETS[preset]["context"]))
+    return dataclasses.replace(
+        RunConfig(), model=model, train=dataclasses.replace(RunConfig().train, tokens_per_step=0)
+    )
+
+
+def _sizes(config: RunConfig, dtype: str) -> ModelSizes:
+    from zeropp_ray.planner.sizes import sizes_from, sizes_of
+
+    if not config.model.factory:
+        return sizes_of(config.model, dtype)
+    from zeropp_ray.models import describe, resolve_factory  # a model of one's own has to be tried
+    from zeropp_ray.precision import Precision
+
+    precision = Precision.of(dtype)
+    model = describe(resolve_factory(config.model), config.model.seq_len, seed=config.run.seed, precision=precision)
+    return sizes_from(model, config.model.label, precision.compute.itemsize)
+
+
+def _chosen(config: RunConfig, found: Plans) -> RunConfig:
+    """The configuration with the best plan's layout, in the device's dtype."""
+    parallel = dataclasses.replace(config.parallel, **found.best[0].choice._asdict(), policy="zeropp")
+    train = dataclasses.replace(config.train, dtype=found.cluster.device.dtype, tokens_per_step=0)
+    return dataclasses.replace(config, parallel=parallel, train=train)
+
+
+def _report(found: Plans, own: Estimate[Choice] | None) -> str:
+    best = found.best[0]
+    rows: list[tuple[str, ...]] = [("", "layout", "devices", "step s", "tokens/s", "MFU", "bubble", "GB")]
+    rows += [_row(str(place), found, step) for place, step in enumerate(found.best, 1)]
+    rows += [_row("file", found, own)] if own else []
+    rows += [_row("3D", found, found.rival)] if found.rival else []
+    parts = [_given(found), "", _aligned(rows), _LETTERS, "", "Plan 1", *_details(best)]
+    idle = found.cluster.count - best.choice.members
+    if idle:
+        parts.append(
+            f"  idle      {idle} devices: the batch, N·b·F·R sequences with N of at least P, keeps no more at work"
+        )
+    parts += ["", _against(best, found)]
+    if found.refused:
+        parts += ["", "Faster, but does not fit"]
+        parts += [f"  {step.choice}: {step.step_s:.2f} s; {_excess(step, found.cluster)}" for step in found.refused]
+    return "\n".join(parts)
+
+
+def _given(found: Plans) -> str:
+    model, on = found.model, found.cluster
+    links = f"{on.intra.name} {on.intra.bandwidth / 1e9:.4g} GB/s inside"
+    if on.nodes > 1:
+        links += f", {on.inter.name} {on.inter.bandwidth / 1e9:.4g} GB/s between"
+    nodes = f"{on.nodes} node{'s' * (on.nodes > 1)} of {on.per_node}"
+    return (
+        f"{model.label}: {model.elements / 1e9:.4g} B parameters, {found.global_batch} sequences of {model.seq_len} "
+        f"tokens a step, {on.device.dtype}\n"
+        f"{on.count} x {on.device.name} in {nodes}: {links}; {on.device.usable / 1e9:.4g} GB usable each\n"
+        f"{found.considered} layouts estimated, the best timed by replay of their schedules"
+    )
+
+
+def _row(place: str, found: Plans, step: Estimate[Any]) -> tuple[str, ...]:
+    return (
+        place,
+        str(step.choice),
+        str(step.choice.members),
+        f"{step.step_s:.2f}",
+        f"{found.tokens_per_s(step):,.0f}",
+        f"{found.utilisation(step):.1%}",
+        f"{step.bubble:.1%}",
+        f"{step.memory_bytes / 1e9:.1f}",
+    )
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        f"{row[0]:>{widths[0]}}  {row[1]:{widths[1]}}"
+        + "".join(f"  {c:>{w}}" for c, w in zip(row[2:], widths[2:], strict=True))
+        for row in rows
+    )
+
+
+def _details(step: Estimate[Any]) -> list[str]:
+    return [
+        f"  time      {_listed(step.seconds, 1, 's', 0.001 * step.step_s)}",
+        f"  memory    {_listed(step.memory, 1e9, 'GB', 5e7)}; {step.memory_bytes / 1e9:.1f} GB in all",
+        f"  sends     {_listed(step.traffic, 1e9, 'GB', 5e6) or 'nothing'}, a member and step",
+    ]
+
+
+def _listed(parts: Mapping[str, float], unit: float, name: str, least: float) -> str:
+    return ", ".join(f"{what} {size / unit:.2f} {name}" for what, size in parts.items() if size >= least)
+
+
+def _against(best: Estimate[Choice], found: Plans) -> str:
+    if found.rival is None:
+        return "No layout of 3D parallelism fits."
+    ratio = found.rival.step_s / best.step_s
+    words = f"{ratio - 1:.0%} more tokens/s than" if ratio >= 1 else f"{1 - ratio:.0%} fewer tokens/s than"
+    return f"Plan 1 gives {words} the best of 3D parallelism. That one:\n" + "\n".join(_details(found.rival))
+
+
+def _excess(step: Estimate[Choice], on: Cluster) -> str:
+    kind, size = max(step.memory.items(), key=lambda item: item[1])
+    return (
+        f"takes {step.memory_bytes / 1e9:.1f} GB, {(step.memory_bytes - on.device.usable) / 1e9:.1f} GB too much; "
+        f"most of it {kind}, {size / 1e9:.1f} GB"
+    )

@@ -1,0 +1,307 @@
+"""What a step takes with a layout: time, memory and bytes, in closed form, before anything is run or built.
+
+Time of a step = tasks and ramp + stalls + gathers + reduces + replicas + optimizer:
+
+- A *task* takes its FLOPs over ``peak * efficiency`` of the device. ``B`` is twice the forward's attention and once its
+  matrices, ``W`` once its matrices; a recomputed chunk runs its forward twice.
+- *Tasks and ramp* are the lower bound of the schedule: the fullest stage's work, after the first micro-batch's way to
+  it. *Stalls* come with units below ``2P``, and with a live limit that leaves a ramp ``x`` of less than ``2P`` chunk
+  activations. By replay (P 4 to 16, V 2 and 4, costs near 1, 1.15, 0.9) a unit ``u`` then loses about
+  ``0.6 P (2 - u/P)⁴`` forwards to the first, and ``2.4 P (1 - x/2P)`` to the second, or 1.6 instead of 2.4 if all
+  chunks are recomputed. The plans that are shown have all three replaced by a replay of their own program
+  (``search.py``).
+- Messages between stages overlap with tasks, but for the ramp, unless the link is too slow for all of them.
+- *Gathers* are waited for, for ``GATHER`` stands before the task that needs it; with ``prefetch`` but for the time of
+  one task. The gather of a stage that is alone (``F = 1``) is free.
+- *Reduces* overlap with the rest of their unit; the last one is waited for. With gathers they share one link.
+- *Replicas* sum gradients after the last reduce, and nothing overlaps with it.
+- The *optimizer* reads and writes its state once.
+
+Not counted: the driver's round (about a millisecond), kernels that share a device with transfers, input, checkpoints,
+faults.
+
+Memory is that of the fullest stage at its fullest, by kind as in a run. Per member, with Ψ parameters in the stage and
+bf16: ``2Ψ/F + 12Ψ/(F or F R)`` weights and moments, ``4Ψ/F`` gradient shards, ``2Ψ/V`` for each resident chunk,
+``4Ψ/V`` for each gradient buffer (open, and in flight if ``F > 1``), and activations up to the live limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Generic, NamedTuple, TypeVar
+
+from zeropp_ray.metrics import kinds
+from zeropp_ray.planner.hardware import Cluster
+from zeropp_ray.planner.sizes import ModelSizes, even_cut
+from zeropp_ray.schedule.units import split_units
+
+UNIT_STALL = 0.6
+LIMIT_STALL = {"none": 2.4, "selective": 2.4, "full": 1.6}
+"""Times ``P`` forwards: what a stage loses in each unit, see above."""
+MASTER = 4  # bytes of an element of masters, moments and gradients
+_MESSAGES = 6  # receives posted ahead on two edges, and sends that are not drained
+
+
+class Choice(NamedTuple):
+    """A layout; the names are those of ``[parallel]`` in a run's configuration."""
+
+    stages: int
+    chunks: int
+    shards: int
+    replicas: int
+    zero1: bool
+    microbatches: int
+    microbatch_size: int
+    unit: int
+    memory_limit: float
+    prefetch: bool
+    recompute: str
+    reduce: str
+
+    @property
+    def members(self) -> int:
+        return self.stages * self.shards * self.replicas
+
+    def __str__(self) -> str:
+        parts = [f"P{self.stages} V{self.chunks} F{self.shards} R{self.replicas}"]
+        parts += ["zero1"] * self.zero1 + [f"b{self.microbatch_size} N{self.microbatches} U{self.unit}"]
+        parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        parts += ["prefetch"] * self.prefetch + ["reduce step"] * (self.reduce == "step")
+        return " ".join(parts)
+
+
+class Rival(NamedTuple):
+    """A layout of 3D parallelism, ``T x P x D`` devices; compared with and not run."""
+
+    tensor: int
+    stages: int
+    chunks: int
+    replicas: int
+    microbatches: int
+    microbatch_size: int
+    recompute: str
+
+    @property
+    def members(self) -> int:
+        return self.tensor * self.stages * self.replicas
+
+    def __str__(self) -> str:
+        mesh = f"T{self.tensor} P{self.stages} V{self.chunks} D{self.replicas}"
+        again = " recompute full" if self.recompute == "full" else ""
+        return f"{mesh} b{self.microbatch_size} N{self.microbatches}{again}"
+
+
+L = TypeVar("L", Choice, Rival)
+
+
+@dataclass(frozen=True)
+class Estimate(Generic[L]):
+    """A step on paper. Seconds by what they go to, bytes of the fullest member by kind, bytes that a member sends in a
+    step by what for and over which link.
+    """
+
+    choice: L
+    seconds: Mapping[str, float]
+    memory: Mapping[str, float]
+    traffic: Mapping[str, float]
+    bubble: float  # part of the stages' time, exchanges aside, in which nothing is computed
+    replayed: bool = False
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def memory_bytes(self) -> float:
+        return sum(self.memory.values())
+
+
+def memory_limit(unit: int, stages: int, chunks: int, recompute: str, ramp: int) -> float:
+    """Live activations in whole-stage micro-batches: a unit's of all chunks but the last one, which a recomputed chunk
+    does not keep, and ``ramp`` of chunks. With a ramp of ``2P`` and units from ``2P`` on the limit costs no time.
+    """
+    return ((unit * (chunks - 1) if recompute == "none" else 0) + ramp) / chunks
+
+
+def ramp(choice: Choice) -> float:
+    """The inverse of :func:`memory_limit`, in chunk activations."""
+    kept = max(split_units(choice.microbatches, choice.unit)) * (choice.chunks - 1) if choice.recompute == "none" else 0
+    return choice.memory_limit * choice.chunks - kept
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model in chunks, by stage and chunk of the stage: blocks, parameters (tied ones at both ends), and seconds of
+    each task for a micro-batch; ``work`` is the sum of a stage's tasks, by what is recomputed.
+    """
+
+    blocks: tuple[tuple[int, ...], ...]
+    elements: tuple[tuple[float, ...], ...]
+    F: tuple[tuple[float, ...], ...]
+    B: tuple[tuple[float, ...], ...]
+    W: tuple[tuple[float, ...], ...]
+    work: Mapping[str, tuple[float, ...]]
+
+
+@lru_cache(maxsize=4096)
+def cut(model: ModelSizes, cluster: Cluster, stages: int, chunks: int, microbatch_size: int) -> Cut:
+    """The model on ``P`` stages of ``V`` chunks, looped, as a run cuts it."""
+    rate = cluster.device.peak * cluster.device.efficiency / microbatch_size
+    last = stages * chunks - 1
+    ranges = even_cut(model.layers, last + 1, round(model.head.flops / model.block.flops, 6))
+
+    def table(each: float, of_embed: float, of_head: float) -> tuple[tuple[float, ...], ...]:
+        values = [count * each + (c == 0) * of_embed + (c == last) * of_head for c, count in enumerate(ranges)]
+        return tuple(tuple(values[p::stages]) for p in range(stages))
+
+    block, head = model.block, model.head
+    F = table(block.flops / rate, 0, head.flops / rate)
+    B = table((2 * block.flops - block.linear_flops) / rate, 0, (2 * head.flops - head.linear_flops) / rate)
+    W = table(block.linear_flops / rate, 0, head.linear_flops / rate)
+    once = [sum(f) + sum(b) + sum(w) for f, b, w in zip(F, B, W, strict=True)]
+    return Cut(
+        blocks=tuple(tuple(ranges[p::stages]) for p in range(stages)),
+        elements=table(block.elements, model.embed.elements, head.elements),
+        F=F,
+        B=B,
+        W=W,
+        work={
+            "none": tuple(once),
+            "full": tuple(work + sum(f) for work, f in zip(once, F, strict=True)),
+            "selective": tuple(work + sum(f[:-1]) for work, f in zip(once, F, strict=True)),
+        },
+    )
+
+
+def estimate(model: ModelSizes, cluster: Cluster, choice: Choice, makespan_s: float | None = None) -> Estimate[Choice]:
+    """A step of ``choice``.
+
+    Args:
+        makespan_s: of the tasks, from a replay; None: closed form.
+    """
+    parts = cut(model, cluster, choice.stages, choice.chunks, choice.microbatch_size)
+    seconds = _pipeline(model, cluster, choice, parts, makespan_s)
+    works = parts.work[choice.recompute]
+    bubble = 1 - choice.microbatches * sum(works) / len(works) / sum(seconds.values())
+    traffic = _exchanges(model, cluster, choice, parts, seconds)
+    ends = {0, choice.stages - 1}
+    memory = max((_memory(model, cluster, choice, parts, p) for p in ends), key=lambda each: sum(each.values()))
+    return Estimate(choice, seconds, memory, traffic, bubble, makespan_s is not None)
+
+
+def hop(model: ModelSizes, cluster: Cluster, choice: Choice) -> float:
+    """Seconds that a micro-batch takes from one stage to the next."""
+    message = model.width * choice.microbatch_size * model.seq_len * model.hidden
+    return cluster.send(message, choice.stages, choice.shards) if choice.stages > 1 else 0.0
+
+
+def _pipeline(
+    model: ModelSizes, cluster: Cluster, choice: Choice, parts: Cut, makespan_s: float | None
+) -> dict[str, float]:
+    """Seconds of the tasks and of waiting for others."""
+    P, N = choice.stages, choice.microbatches
+    works, way = [N * work for work in parts.work[choice.recompute]], hop(model, cluster, choice)
+    seconds = {"tasks": max(works), "ramp": 0.0, "stalls": 0.0}
+    if makespan_s is not None:
+        seconds["stalls"] = makespan_s - seconds["tasks"]
+    elif P > 1:
+        arrivals = accumulate((forward[0] + way for forward in parts.F[:-1]), initial=0.0)
+        seconds["ramp"] = max(map(sum, zip(works, arrivals, strict=True))) - seconds["tasks"]
+        units = split_units(N, choice.unit)
+        lost = UNIT_STALL * max(0.0, 2 - max(units) / P) ** 4 * (choice.chunks > 1)
+        lost += LIMIT_STALL[choice.recompute] * max(0.0, 1 - ramp(choice) / (2 * P))
+        seconds["stalls"] = len(units) * lost * P * parts.F[0][0]
+    if P > 1:  # a device sends 2V messages a micro-batch, one after the other
+        sending = 2 * choice.chunks * N * (way - cluster.send(0.0, P, choice.shards))
+        seconds["stalls"] += max(0.0, sending - sum(seconds.values()))
+    return seconds
+
+
+def _exchanges(
+    model: ModelSizes, cluster: Cluster, choice: Choice, parts: Cut, seconds: dict[str, float]
+) -> dict[str, float]:
+    """Bytes that a member sends in a step; adds the seconds of what it waits for."""
+    P, V, F, R = choice.stages, choice.chunks, choice.shards, choice.replicas
+    units = split_units(choice.microbatches, choice.unit)
+    K, u = len(units), max(units)
+    chunks = [max(column) for column in zip(*parts.elements, strict=True)]
+    stage = max(map(sum, parts.elements))
+
+    counts = [1] if V == 1 else [K + 1, *[2 * K] * (V - 2), K]
+    gathers = [cluster.gather(model.width * size, F, 1) for size in chunks]
+    tasks = [min(parts.F[0][v - 1], parts.B[0][v - 1]) * choice.prefetch for v in range(V)]
+    seconds["gathers"] = sum(n * max(0.0, t - task) for n, t, task in zip(counts, gathers, tasks, strict=True))
+
+    rounds = K if choice.reduce == "unit" else 1
+    reduces = [cluster.gather(MASTER * size, F, 1) for size in chunks]
+    behind = [u * (b + w) for b, w in zip(parts.B[0], parts.W[0], strict=True)]
+    seconds["reduces"] = min(reduces[0], behind[0])  # the last one has nothing left to be behind
+    seconds["reduces"] += rounds * sum(max(0.0, t - task) for t, task in zip(reduces, behind, strict=True))
+    on_link = sum(n * t for n, t in zip(counts, gathers, strict=True)) + rounds * sum(reduces)
+    seconds["reduces"] += max(0.0, on_link - sum(seconds.values()))
+
+    second = model.width if choice.zero1 else MASTER  # after the sums: new weights, or the rest of an all-reduce
+    seconds["replicas"] = sum(cluster.gather(size * stage / F, R, P * F) for size in (MASTER, second))
+    pieces = F * (R if choice.zero1 else 1)
+    seconds["optimizer"] = (7 * MASTER + model.width) * stage / pieces / cluster.device.memory_bandwidth
+
+    message = model.width * choice.microbatch_size * model.seq_len * model.hidden * (P > 1)
+    gathered = sum(n * size for n, size in zip(counts, chunks, strict=True))
+    within = cluster.over(F, 1)
+    return {
+        f"gathers, {within}": model.width * gathered * (F - 1) / F,
+        f"reduces, {within}": MASTER * rounds * sum(chunks) * (F - 1) / F,
+        f"stages, {cluster.over(P, F)}": 2.0 * V * choice.microbatches * message,
+        f"replicas, {cluster.over(R, P * F)}": (MASTER + second) * stage / F * (R - 1) / R,
+    }
+
+
+def _memory(model: ModelSizes, cluster: Cluster, choice: Choice, parts: Cut, p: int) -> dict[str, float]:
+    """Bytes of a member of stage ``p`` at its fullest, by kind."""
+    P, F = choice.stages, choice.shards
+    width, each = model.width, model.width * choice.microbatch_size
+    pieces = F * (choice.replicas if choice.zero1 else 1)
+    held = parts.elements[p]
+    stage, largest = sum(held), sorted(held)[-2:]
+    head = p == P - 1  # the loss keeps its log-softmax, in fp32, and makes two gradients of that size
+    logits = MASTER * choice.microbatch_size * model.head.widest * head
+
+    now = dict.fromkeys(kinds.KINDS, 0.0)
+    now[kinds.WEIGHTS] = width * stage / F + 2 * MASTER * stage / pieces
+    if width != MASTER:
+        now[kinds.WEIGHTS] += MASTER * stage / pieces
+    now[kinds.GRADIENT_SHARDS] = MASTER * stage / F + MASTER * stage / pieces * (pieces != F)
+    now[kinds.RESIDENT] = width * (sum(largest) if choice.prefetch else max(held))
+    if choice.reduce == "step":
+        now[kinds.GRADIENT_BUFFERS] = MASTER * stage
+    else:
+        now[kinds.GRADIENT_BUFFERS] = MASTER * max(held) * (1 + (F > 1))
+    now[kinds.ACTIVATIONS], now[kinds.CHUNK_INPUTS] = _activations(model, choice, parts, p)
+    now[kinds.ACTIVATIONS] += logits
+    now[kinds.MESSAGES] = _MESSAGES * each * model.seq_len * model.hidden * (P > 1)
+    if cluster.device.host:
+        now[kinds.COPIES] = 4 * 3 * MASTER * stage / pieces  # two of its own state, two of another's
+    now[kinds.REST] = max(3 * each * model.block.widest, 2 * logits)
+    return now
+
+
+def _activations(model: ModelSizes, choice: Choice, parts: Cut, p: int) -> tuple[float, float]:
+    """Bytes of the live activations, whole until their ``W``, and of the inputs of recomputed chunks.
+
+    Of the last chunk of the model the head's are only what waits for ``W``: its ``B`` follow its ``F`` at once.
+    """
+    P, V, each = choice.stages, choice.chunks, model.width * choice.microbatch_size
+    kept = [count * model.block.saved * each for count in parts.blocks[p]]
+    kept[0] += model.embed.saved * each * (p == 0)
+    kept[-1] += model.head.stashed * each * (p == P - 1)
+    u = max(split_units(choice.microbatches, choice.unit))
+    live = math.floor(min(choice.memory_limit, choice.microbatches) * V + 1e-9)
+    if choice.recompute == "none":
+        others = min(live, u * (V - 1))
+        return sum(kept[:-1]) * others / max(1, V - 1) + kept[-1] * (live - others), 0.0
+    inputs = min(u * (V - (choice.recompute == "selective")) + P, choice.microbatches * V)
+    return live * max(kept), inputs * each * model.seq_len * model.hidden
