@@ -192,6 +192,8 @@ class Watch:
                 break
         if not own:  # Ray tells the end of a node seconds later
             seen = self._sights(self._members)
+            if None in seen.values():  # twice: an agent may be slow once
+                seen = self._sights(self._members)
             dead = [member for member in self._members if (at := seen[member.me]) is None or not at.alive]
         if dead:
             sights = self._sights(dead)

@@ -174,11 +174,12 @@ def test_without_recovery_the_first_fault_ends_the_run(runs: Runs) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", "stop", "hang"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_every_point_of_a_step(runs: Runs, kind: str, stage: int) -> None:
+@pytest.mark.parametrize(("layout", "stage"), [*((THREE, p) for p in range(3)), *(((2, 1, 1, 2), p) for p in range(2))])
+def test_every_point_of_a_step(runs: Runs, kind: str, layout: tuple[int, int, int, int], stage: int) -> None:
     faults = [f"{kind} stage={stage} step={2 + i} at={at}" for i, at in enumerate(ANYWHERE)]
-    faults += [f"kill stage={(stage + 1) % 3} step=15; {kind} stage={stage} step=15 at=recovery"]
+    other = (stage + 1) % layout[0]
+    faults += [f"kill stage={other} step=15; {kind} stage={stage} step=15 at=recovery"]
     faults += [f"{kind} stage={stage} step=17 at=checkpoint"]
     # Without evaluations, whose flush would take the commit out of its step.
-    hurt = runs.check(THREE, *faults, checkpoint={"every_steps": 17}, train={"eval_every": 0})
+    hurt = runs.check(layout, *faults, checkpoint={"every_steps": 17}, train={"eval_every": 0})
     assert len(hurt.recoveries) == len(ANYWHERE) + 2
