@@ -80,8 +80,8 @@ def assert_summary(config: RunConfig, summary: dict, losses: list[float], lines:
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, id="first", marks=pytest.mark.full), pytest.param(-1, id="last")])
-def test_a_killed_member_ends_the_run_with_its_name(command, victim):
-    run = command("train.steps=100000", "parallel.microbatch_size=1")
+def test_a_killed_member_ends_the_run_with_its_name_without_recovery(command, victim):
+    run = command("train.steps=100000", "parallel.microbatch_size=1", "recovery.enabled=false")
     run.wait_for_step(3)
     member, tree = run.members()[victim], run.tree()
     os.kill(member["pid"], signal.SIGKILL)
