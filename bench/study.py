@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
 
 SUITES: dict[str, tuple[Case, ...]] = {
-    "64 devices, as in the paper": (
+    "64 devices, as many as in the paper": (
         Case("gpt3-6.7b", "a100-80g", 64, 2048, 512),
         Case("gpt3-13b", "a100-80g", 64, 2048, 512),
         Case("llama2-7b", "a100-80g", 64, 4096, 512),

@@ -15,6 +15,7 @@ from jobs.drill import drill
 from jobs.evaluate import evaluate
 from jobs.export import export
 from jobs.plan import plan
+from jobs.profile import profile
 from jobs.sample import sample
 from jobs.schedule import schedule
 from jobs.train import train
@@ -65,7 +66,7 @@ def zeropp() -> None:
     """
 
 
-for command in (train, data, config, plan, schedule, checkpoint, sample, evaluate, export, drill):
+for command in (train, data, config, plan, profile, schedule, checkpoint, sample, evaluate, export, drill):
     zeropp.add_command(command)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from zeropp_ray.config import load_config, starter
+from zeropp_ray.config import RunConfig, load_config, starter
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.schedule import AUTO
 
 
 def configured(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,6 +20,15 @@ def configured(command: Callable[..., Any]) -> Callable[..., Any]:
         "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one setting; can be repeated."
     )(command)
     return click.argument("file", required=False, type=click.Path(path_type=Path))(command)
+
+
+def decided(config: RunConfig) -> RunConfig:
+    """The same run, with the unit and the memory limit written out if they follow from what the chunks cost."""
+    if config.parallel.unit != AUTO:
+        return config
+    from zeropp_ray.planner.plan import tuned  # torch is for those who need it
+
+    return tuned(config)
 
 
 class _ShowByDefault(click.Group):
@@ -82,7 +92,7 @@ def check(file: Path | None, overrides: tuple[str, ...]) -> None:
     from zeropp_ray.data.corpus import load_corpus
     from zeropp_ray.planner.plan import make_plan
 
-    settings = load_config(file, overrides).resolved()
+    settings = decided(load_config(file, overrides).resolved())
     plan = make_plan(settings)
     corpus = load_corpus(settings, plan.description.vocab)
     click.echo(plan_table(plan.table(settings), settings, corpus.label))

@@ -88,7 +88,7 @@ def _laid_out(config: RunConfig, layout: dict[str, int]) -> RunConfig:
     values["model"]["init_from"] = ""  # weights come from the checkpoint
     parallel = values["parallel"] | layout
     parallel["microbatches"] = max(parallel["microbatches"], parallel["stages"])
-    values["parallel"] = parallel | {"unit": 0, "memory_limit": 0.0, "policy": "zeropp"}
+    values["parallel"] = parallel | {"unit": 0, "memory_limit": 0.0, "policy": "zeropp", "costs": ""}
     values["train"]["tokens_per_step"] = 0
     return RunConfig.from_dict(values).resolved()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jobs.report import short
 from zeropp_ray.config import ModelSection, RunConfig, load_config
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.presets import PRESETS
@@ -70,6 +71,8 @@ def plan(
         raise ConfigError(f"--top = {top}: must be at least 1")
     if write is not None and write.exists():
         raise ConfigError(f"--write = {write}: is there already; choose another name")
+    if write is not None and not write.parent.is_dir():
+        raise ConfigError(f"--write = {write}: there is no folder {write.parent}; choose another")
     config = _config(preset, file, seq)
     on = cluster(device, gpus or (config.parallel.members if file else 8), nodes, intra, inter)
     batch = global_batch or (config.parallel.global_batch if file else 1024)
@@ -77,8 +80,11 @@ def plan(
         raise ConfigError(f"--global-batch = {batch}: must be at least 1")
     sizes = _sizes(config, on.device.dtype)
     found = search(sizes, on, batch, top)
-    own = estimate(sizes, on, choice_of(config.parallel)) if file and config.parallel.policy == "zeropp" else None
-    click.echo(_report(found, own))
+    layout = config.parallel
+    same = (
+        file is not None and layout.policy == "zeropp" and layout.members <= on.count and layout.global_batch == batch
+    )
+    click.echo(_report(found, estimate(sizes, on, choice_of(layout)) if same else None))
     if write is not None:
         write.write_text(_chosen(config, found).to_toml(), encoding="utf-8")
         click.echo(f"\n{write} written: plan 1; see what it comes to with: zeropp config check {write}")
@@ -95,9 +101,7 @@ def _config(preset: str, file: Path | None, seq: int) -> RunConfig:
     if preset not in PRESETS:
         raise ConfigError(f"--model = {preset!r}: unknown; known are {', '.join(PRESETS)}; --from FILE takes any")
     model = ModelSection(preset=preset, seq_len=seq or min(8192, PRESETS[preset]["context"]))
-    return dataclasses.replace(
-        RunConfig(), model=model, train=dataclasses.replace(RunConfig().train, tokens_per_step=0)
-    )
+    return RunConfig(model=model)
 
 
 def _sizes(config: RunConfig, dtype: str) -> ModelSizes:
@@ -115,18 +119,25 @@ def _sizes(config: RunConfig, dtype: str) -> ModelSizes:
 
 def _chosen(config: RunConfig, found: Plans) -> RunConfig:
     """The configuration with the best plan's layout, in the device's dtype."""
-    parallel = dataclasses.replace(config.parallel, **found.best[0].choice._asdict(), policy="zeropp")
+    parallel = dataclasses.replace(config.parallel, **found.best[0].choice._asdict(), policy="zeropp", costs="")
     train = dataclasses.replace(config.train, dtype=found.cluster.device.dtype, tokens_per_step=0)
     return dataclasses.replace(config, parallel=parallel, train=train)
 
 
 def _report(found: Plans, own: Estimate[Choice] | None) -> str:
+    from zeropp_ray.planner.cost_model import estimate
+
     best = found.best[0]
-    rows: list[tuple[str, ...]] = [("", "layout", "devices", "step s", "tokens/s", "MFU", "bubble", "GB")]
+    rows: list[tuple[str, ...]] = [("", "layout", "devices", "step s", "tokens/s", "MFU", "bubble", "memory")]
     rows += [_row(str(place), found, step) for place, step in enumerate(found.best, 1)]
     rows += [_row("file", found, own)] if own else []
     rows += [_row("3D", found, found.rival)] if found.rival else []
     parts = [_given(found), "", _aligned(rows), _LETTERS, "", "Plan 1", *_details(best)]
+    if best.choice.zero1:
+        plain = estimate(found.model, found.cluster, best.choice._replace(zero1=False))
+        more = plain.memory_bytes - best.memory_bytes
+        slower = plain.seconds["replicas"] - best.seconds["replicas"]
+        parts.append(f"  replicas  zero1 = false takes {slower:.2g} s and {_amount(more, _BYTES)} more")
     idle = found.cluster.count - best.choice.members
     if idle:
         parts.append(
@@ -135,7 +146,7 @@ def _report(found: Plans, own: Estimate[Choice] | None) -> str:
     parts += ["", _against(best, found)]
     if found.refused:
         parts += ["", "Faster, but does not fit"]
-        parts += [f"  {step.choice}: {step.step_s:.2f} s; {_excess(step, found.cluster)}" for step in found.refused]
+        parts += [f"  {step.choice}: {step.step_s:.4g} s; {_excess(step, found.cluster)}" for step in found.refused]
     return "\n".join(parts)
 
 
@@ -146,7 +157,7 @@ def _given(found: Plans) -> str:
         links += f", {on.inter.name} {on.inter.bandwidth / 1e9:.4g} GB/s between"
     nodes = f"{on.nodes} node{'s' * (on.nodes > 1)} of {on.per_node}"
     return (
-        f"{model.label}: {model.elements / 1e9:.4g} B parameters, {found.global_batch} sequences of {model.seq_len} "
+        f"{model.label}: {short(model.elements)} parameters, {found.global_batch} sequences of {model.seq_len} "
         f"tokens a step, {on.device.dtype}\n"
         f"{on.count} x {on.device.name} in {nodes}: {links}; {on.device.usable / 1e9:.4g} GB usable each\n"
         f"{found.considered} layouts estimated, the best timed by replay of their schedules"
@@ -158,11 +169,11 @@ def _row(place: str, found: Plans, step: Estimate[Any]) -> tuple[str, ...]:
         place,
         str(step.choice),
         str(step.choice.members),
-        f"{step.step_s:.2f}",
+        f"{step.step_s:.4g}",
         f"{found.tokens_per_s(step):,.0f}",
         f"{found.utilisation(step):.1%}",
         f"{step.bubble:.1%}",
-        f"{step.memory_bytes / 1e9:.1f}",
+        _amount(step.memory_bytes, _BYTES),
     )
 
 
@@ -177,14 +188,25 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
 
 def _details(step: Estimate[Any]) -> list[str]:
     return [
-        f"  time      {_listed(step.seconds, 1, 's', 0.001 * step.step_s)}",
-        f"  memory    {_listed(step.memory, 1e9, 'GB', 5e7)}; {step.memory_bytes / 1e9:.1f} GB in all",
-        f"  sends     {_listed(step.traffic, 1e9, 'GB', 5e6) or 'nothing'}, a member and step",
+        f"  time      {_listed(step.seconds, {'s': 1, 'ms': 1e-3})}",
+        f"  memory    {_listed(step.memory, _BYTES)}; {_amount(step.memory_bytes, _BYTES)} in all",
+        f"  sends     {_listed(step.traffic, _BYTES) or 'nothing'}, a member and step",
     ]
 
 
-def _listed(parts: Mapping[str, float], unit: float, name: str, least: float) -> str:
-    return ", ".join(f"{what} {size / unit:.2f} {name}" for what, size in parts.items() if size >= least)
+_BYTES = {"GB": 1e9, "MB": 1e6}
+
+
+def _listed(parts: Mapping[str, float], units: Mapping[str, float]) -> str:
+    """All parts but those below a thousandth of the sum."""
+    least = sum(parts.values()) / 1000
+    return ", ".join(f"{what} {_amount(size, units)}" for what, size in parts.items() if size > least)
+
+
+def _amount(size: float, units: Mapping[str, float]) -> str:
+    """In the first unit of which there is one, else in the last."""
+    name, unit = next(((name, unit) for name, unit in units.items() if size >= unit), [*units.items()][-1])
+    return f"{size / unit:.4g} {name}"
 
 
 def _against(best: Estimate[Choice], found: Plans) -> str:
@@ -197,7 +219,8 @@ def _against(best: Estimate[Choice], found: Plans) -> str:
 
 def _excess(step: Estimate[Choice], on: Cluster) -> str:
     kind, size = max(step.memory.items(), key=lambda item: item[1])
+    missing = step.memory_bytes - on.device.usable
     return (
-        f"takes {step.memory_bytes / 1e9:.1f} GB, {(step.memory_bytes - on.device.usable) / 1e9:.1f} GB too much; "
-        f"most of it {kind}, {size / 1e9:.1f} GB"
+        f"takes {_amount(step.memory_bytes, _BYTES)}, {_amount(missing, _BYTES)} too much; most of it {kind}, "
+        f"{_amount(size, _BYTES)}"
     )

@@ -19,6 +19,7 @@ from zeropp_ray.metrics import kinds
 def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
     """The table shown before the run: the model, the layout, a step, the predicted memory and bubble, the data."""
     parallel, chunks, memory = config.parallel, plan["chunks"], plan["predicted_memory"]
+    seconds = plan.get("predicted_step_s")
     micro_batches = f"{parallel.microbatches} micro-batches of {parallel.microbatch_size}"
     parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in memory.items() if amount)
     narrow = ", computed with in bf16" if config.train.dtype == "bfloat16" else ""
@@ -32,6 +33,7 @@ def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
         ("memory", f"{size(sum(memory.values()))} per member: {parts}"),
         *([("copies", _copies(memory[kinds.COPIES], config))] if memory.get(kinds.COPIES) else []),
         ("bubble", f"{plan['bubble']:.1%}, with at most {plan['limit']:g} live micro-batches"),
+        *([("time", f"{seconds:.3g} s a step by the measured costs, without collectives")] if seconds else []),
         *([("again", _FORWARDS_AGAIN[parallel.recompute])] if parallel.recompute != "none" else []),
         ("moves", f"{plan['gathers']} gathers and {plan['reduces']} reduces a step and member"),
         ("run", _length(config, plan["tokens_per_step"])),

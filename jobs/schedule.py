@@ -6,24 +6,32 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.planner.cost_file import read_costs
+from zeropp_ray.report import to_html, to_svg, to_trace
 from zeropp_ray.schedule import (
+    AUTO,
     POLICIES,
     RECOMPUTE,
     REDUCE,
     Costs,
+    Program,
     compare,
     compile_program,
     resolve,
     to_grid,
     to_json,
     to_table,
+    tune,
 )
 from zeropp_ray.schedule.compare import Row
+
+_PICTURES = ("svg", "html", "trace")
 
 
 @click.command(name="schedule", context_settings={"show_default": True, "max_content_width": 100})
@@ -32,10 +40,11 @@ from zeropp_ray.schedule.compare import Row
 @click.option("--microbatches", type=int, default=8, help="Micro-batches N per step and member; at least P.")
 @click.option(
     "--unit",
-    type=int,
-    default=0,
+    metavar="INTEGER|auto",
+    default="0",
     help="Least number U of micro-batches in a scheduling unit, P to N. A larger unit gathers parameters less often "
-    "and hides slow links, and keeps more activations. 0: min(N, 2P).",
+    "and hides slow links, and keeps more activations. 0: min(N, 2P). auto: by a replay of each that fits the limit, "
+    "2P by default then, the fewest units within 0.5% of the fastest; then the least limit that loses them no time.",
 )
 @click.option(
     "--cost",
@@ -43,6 +52,12 @@ from zeropp_ray.schedule.compare import Row
     default="1,1,1,0",
     help="Time that a chunk takes for a micro-batch's forward, input gradient and weight gradient, and that a "
     "transfer between stages takes; in any one unit.",
+)
+@click.option(
+    "--costs",
+    "cost_file",
+    type=click.Path(path_type=Path),
+    help="Take them from a file of `zeropp profile`, for each chunk its own; instead of --cost.",
 )
 @click.option(
     "--memory-limit",
@@ -84,14 +99,24 @@ from zeropp_ray.schedule.compare import Row
     "stage is the same for all: V chunks of the given cost.",
 )
 @click.option(
-    "--format", "form", type=click.Choice(["grid", "json"]), default="grid", help="For the eye, or for a program."
+    "--format",
+    "form",
+    type=click.Choice(["grid", "json", *_PICTURES]),
+    default="grid",
+    help="grid: for a terminal. json: for a program. svg: a picture, with what is held in memory. html: the same, and "
+    "says what is under the pointer. trace: for ui.perfetto.dev or chrome://tracing.",
 )
+@click.option(
+    "--width", type=click.IntRange(min=1200), help="Pixels of an svg.  [default: room for the micro-batches' numbers]"
+)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of printing.")
 def schedule(
     stages: int,
     chunks: int,
     microbatches: int,
-    unit: int,
+    unit: str,
     cost: str,
+    cost_file: Path | None,
     memory_limit: float,
     prefetch: bool,
     recompute: str,
@@ -99,8 +124,10 @@ def schedule(
     policy: str,
     side_by_side: bool,
     form: str,
+    width: int | None,
+    out: Path | None,
 ) -> None:
-    """Print the schedule of one training step.
+    """Print or draw the schedule of one training step.
 
     Inside a scheduling unit a stage runs all micro-batches of a chunk before it moves to the next, so a chunk's
     parameters are gathered once for all of them. The backward is split: input gradients (B) are on the critical path,
@@ -114,25 +141,56 @@ def schedule(
       zeropp schedule --stages 4 --microbatches 16 --recompute selective     # the forward again, for less memory
       zeropp schedule --stages 8 --microbatches 32 --unit 8 --memory-limit 8 --format json
       zeropp schedule --stages 4 --microbatches 16 --policy zb-v
+      zeropp schedule --stages 4 --microbatches 16 --format html --out step.html
       zeropp schedule --stages 8 --microbatches 32 --policy all --compare
     """
+    if width is not None and form != "svg":
+        raise ConfigError(f"--width = {width}: is for --format svg; add that, or leave it out")
     times = _parse_cost(cost)
     costs = Costs.uniform(max(stages * chunks, 1), *times)
-    choices = (unit, memory_limit, prefetch)
+    if cost_file is not None:
+        _, costs = read_costs(cost_file, "--costs")
+    choices = (_parse_unit(unit), memory_limit, prefetch)
     if side_by_side:
+        if cost_file is not None:
+            raise ConfigError(f"--costs = {cost_file}: not with --compare, whose policies cut the work in other chunks")
+        if form in _PICTURES:
+            raise ConfigError(f"--format = {form}: draws one schedule; leave out --compare, or use grid or json")
         names = list(POLICIES) if policy == "all" else [policy]
         rows = compare(names, stages, chunks, microbatches, times, *choices, recompute, reduce, name=_option)
-        click.echo(json.dumps([_plain(row) for row in rows]) if form == "json" else to_table(rows, chunks))
+        _put(json.dumps([_plain(row) for row in rows]) if form == "json" else to_table(rows, chunks), out)
         return
     if policy == "all":
         raise ConfigError("--policy = all: is for --compare; add that, or name one policy")
     spec = resolve(stages, chunks, microbatches, *choices, costs, recompute, reduce, policy, _option)
-    program = compile_program(spec)
+    program = compile_program(tune(spec, memory_limit) if choices[0] == AUTO else spec)
     if form == "json":
-        click.echo(json.dumps(to_json(program)))
+        _put(json.dumps(to_json(program)), out)
+    elif form in _PICTURES:
+        _put(_picture(program, form, width), out)
     else:
-        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        click.echo(to_grid(program, shutil.get_terminal_size((120, 24)).columns, color), color=color)
+        color = out is None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        _put(to_grid(program, shutil.get_terminal_size((120, 24)).columns, color), out, color)
+
+
+def _picture(program: Program, form: str, width: int | None) -> str:
+    if form == "svg":
+        return to_svg(program, width or 0)
+    return to_html(program) if form == "html" else json.dumps(to_trace(program))
+
+
+def _put(text: str, out: Path | None, color: bool = False) -> None:
+    """Print it, or write it to a file and say so."""
+    if out is None:
+        click.echo(text, color=color)
+        return
+    try:
+        out.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--out = {out}: cannot be written ({error.strerror}); name a file in a folder that is there"
+        ) from None
+    click.echo(f"written to {out}")
 
 
 def _option(field: str) -> str:
@@ -141,6 +199,13 @@ def _option(field: str) -> str:
 
 def _plain(row: Row | tuple[str, str]) -> dict[str, Any]:
     return row._asdict() if isinstance(row, Row) else {"policy": row[0], "problem": row[1]}
+
+
+def _parse_unit(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text  # AUTO, or refused with what is known
 
 
 def _parse_cost(text: str) -> tuple[float, float, float, float]:

@@ -18,7 +18,7 @@ import click
 
 from actors.locks import DRIVER, JOB, only_job
 from actors.stopping import StopSignals
-from jobs.config import configured
+from jobs.config import configured, decided
 from jobs.quiet import quiet
 from jobs.report import Reporter, plan_table
 from zeropp_ray.checkpoint.manifest import folders
@@ -161,7 +161,7 @@ def _go_on(
             checkpoint = open_own(where.resolve(), folder)
         else:
             checkpoint = latest(folder, lambda text: click.echo(f"warning: {text}", err=True))
-        config, source = with_text(_from_anywhere(resumed(checkpoint, overrides)))
+        config, source = with_text(decided(_from_anywhere(resumed(checkpoint, overrides))))
         faults = read_faults(inject, config, first=checkpoint.step + 1)
         if dry_run:
             return _show_plan(config, source, checkpoint)
@@ -197,7 +197,7 @@ def _show_plan(config: RunConfig, source: str, resume: Checkpoint | None = None)
 
 def completed(config: RunConfig) -> RunConfig:
     """Every automatic value written out, a name, and a data path that does not depend on the working folder."""
-    config = _from_anywhere(config.resolved())
+    config = decided(_from_anywhere(config.resolved()))
     run = config.run
     if not run.name:
         model = re.split("[.:]", config.model.factory)[-2] if config.model.factory else config.model.family
@@ -206,9 +206,16 @@ def completed(config: RunConfig) -> RunConfig:
 
 
 def _from_anywhere(config: RunConfig) -> RunConfig:
-    """The same run with a data path that does not depend on the working folder."""
-    path = config.data.path and str(expanded(config.data.path, f"data.path = {config.data.path!r}").absolute())
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
+    """The same run with paths of data and costs that do not depend on the working folder."""
+    path, costs = (
+        value and str(expanded(value, f"{name} = {value!r}").absolute())
+        for name, value in (("data.path", config.data.path), ("parallel.costs", config.parallel.costs))
+    )
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, path=path),
+        parallel=dataclasses.replace(config.parallel, costs=costs),
+    )
 
 
 def _make_folder(folder: Path, config: RunConfig) -> None:

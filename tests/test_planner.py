@@ -23,7 +23,7 @@ from zeropp_ray.planner.memory import predict_memory
 from zeropp_ray.planner.plan import make_plan
 from zeropp_ray.planner.search import choice_of, replayed, search
 from zeropp_ray.planner.sizes import even_cut, sizes_from, sizes_of
-from zeropp_ray.planner.tensor_parallel import estimate_3d
+from zeropp_ray.planner.tensor_parallel import estimate_3d, live_microbatches
 from zeropp_ray.precision import Precision
 
 TINY = ModelSection(layers=16, dim=256, heads=4, vocab_size=1000, seq_len=128)
@@ -120,7 +120,9 @@ def test_memory_is_near_what_a_run_predicts(recompute: str, shards: int) -> None
         ({"stages": 8, "chunks": 2, "microbatches": 64, "unit": 32}, 0.01),
         ({"recompute": "full"}, 0.01),
         ({"chunks": 1, "unit": 16}, 0.02),
-        ({"unit": 4}, 0.06),
+        ({"unit": 4}, 0.03),
+        ({"stages": 16, "unit": 16, "microbatches": 64}, 0.03),
+        ({"stages": 8, "chunks": 4, "unit": 8, "microbatches": 64}, 0.06),
         ({"unit": 6, "microbatches": 24}, 0.03),
         ({"recompute": "full", "memory_limit": 0.5}, 0.06),
         ({"recompute": "selective", "memory_limit": 2.0}, 0.06),
@@ -142,6 +144,35 @@ def test_a_long_step_goes_on_as_its_third_unit_did(monkeypatch: pytest.MonkeyPat
     short = replayed(model, on, step)
     assert short != whole
     assert short.step_s == pytest.approx(whole.step_s, rel=0.02)
+
+
+def test_what_a_member_sends() -> None:
+    """(2V-2) K + 1 gathers of a chunk, a reduce of every chunk and unit, a message for each F and B, sums over R."""
+    model = sizes_of(dataclasses.replace(TINY, vocab_size=1), "bfloat16")
+    stage, message = model.layers / 4 * model.block.elements, 2 * model.seq_len * model.hidden
+    layout = choice(stages=4, chunks=4, shards=4, replicas=2, microbatches=32, unit=8)
+    sent = estimate(model, cluster("h100-80g", 32), layout).traffic
+    expected = {
+        "gathers, nvlink4": (6 * 4 + 1) * 2 * stage / 4 * 3 / 4,
+        "reduces, nvlink4": 4 * 4 * stage * 3 / 4,
+        "stages, ib400": 2 * 4 * 32 * message,
+        "replicas, ib400": 2 * 4 * stage / 4 * 1 / 2,
+    }
+    assert sent == pytest.approx(expected, rel=0.01)
+    split = estimate(model, cluster("h100-80g", 32), layout._replace(zero1=True)).traffic
+    assert split["replicas, ib400"] == pytest.approx(6 * stage / 4 * 1 / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(("chunks", "microbatches", "slower", "live"), [(2, 32, 1.070, 11.5), (4, 64, 1.018, 9.75)])
+def test_interleaved_1f1b_is_that_of_the_schedules(chunks: int, microbatches: int, slower: float, live: float) -> None:
+    """PyTorch's Interleaved1F1B on 8 stages, replayed with costs 1, 1, 1: over the least time, and live activations."""
+    model = sizes_of(dataclasses.replace(TINY, layers=64, seq_len=1, vocab_size=1), "bfloat16")
+    on = cluster("h100-80g", 8)
+    on = dataclasses.replace(on, intra=dataclasses.replace(on.intra, bandwidth=1e30, latency=0.0))
+    seconds = estimate_3d(model, on, Rival(1, 8, chunks, 1, microbatches, 1, "none")).seconds
+    least = seconds["tasks"] * (1 + 7 / (3 * chunks * microbatches))
+    assert (seconds["tasks"] + seconds["ramp"]) / least == pytest.approx(slower, abs=0.002)
+    assert live_microbatches(8, chunks, 0) == live
 
 
 PUBLISHED = {
@@ -228,6 +259,7 @@ def test_the_command_shows_plans_and_writes_one_that_can_run(tmp_path: Path) -> 
     assert (config.model.preset, config.model.seq_len, config.train.dtype) == ("llama3.2-1b", 1024, "bfloat16")
     assert config.parallel.global_batch == 32
     assert config.parallel.members <= 8
+    assert "zero1 = false" in run("--model", "gpt2", "--gpus", "512", "--seq", "512", "--global-batch", "512")
     assert "is there already" in run("--model", "llama3.2-1b", "--write", str(written))
 
 
@@ -252,6 +284,7 @@ def test_a_configuration_of_a_model_of_ones_own(tmp_path: Path) -> None:
         (("--model", "gpt2", "--global-batch", "-2"), "must be at least 1"),
         (("--model", "gpt2", "--seq", "4096"), "model.context"),
         (("--model", "gpt2", "--top", "0"), "--top"),
+        (("--model", "gpt2", "--write", "nowhere/run.toml"), "no folder nowhere"),
         ((), "one of the two"),
         (("--model", "gpt2", "--from", "x.toml"), "one of the two"),
     ],

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import tomli_w
 
@@ -27,7 +27,8 @@ from zeropp_ray.errors import ConfigError
 from zeropp_ray.presets import FAMILIES, PRESETS
 from zeropp_ray.schedule.costs import Costs
 from zeropp_ray.schedule.policies import POLICIES
-from zeropp_ray.schedule.spec import ScheduleSpec, resolve
+from zeropp_ray.schedule.spec import AUTO, ScheduleSpec, resolve
+from zeropp_ray.schedule.tune import tune
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,7 +37,14 @@ else:
 
 T = TypeVar("T")
 DEFAULT_MICROBATCHES = 8
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}
+_TYPE_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    dict: "a table",
+    int | str: f"a whole number, or {AUTO!r}",
+}
 
 
 def setting(default: T, help: str, unit: str = "") -> T:
@@ -66,7 +74,7 @@ class _Section:
             if kind is float and type(value) is int:
                 value = float(value)
                 object.__setattr__(self, name, value)
-            if type(value) is not kind:
+            if type(value) not in (get_args(kind) or (kind,)):
                 raise ConfigError(f"{self._shown(name)}: expected {_TYPE_NAMES[kind]}")
             if kind is float and not math.isfinite(value):
                 raise ConfigError(f"{self._shown(name)}: expected a finite number")
@@ -227,16 +235,22 @@ class ParallelSection(_Section):
     zero1: bool = setting(False, "split masters and moments of a shard over its replicas too (ZeRO-1)")
     microbatches: int = setting(0, "N: micro-batches per step and member; 0: as train.tokens_per_step says, else 8")
     microbatch_size: int = setting(2, "b: size of a micro-batch; a step takes N*b*F*R", "sequences")
-    unit: int = setting(0, "U: least size of a scheduling unit, from P to N; 0: min(N, 2P)", "micro-batches")
+    unit: int | str = setting(
+        0,
+        "U: least size of a scheduling unit, from P to N; 0: min(N, 2P); 'auto': what suits the costs",
+        "micro-batches",
+    )
     memory_limit: float = setting(
         0.0,
-        "live activations of a stage; 0: largest unit + P/V, with recompute 2P/V; P = 1: the least",
+        "live activations of a stage; 0: largest unit + P/V, with recompute 2P/V; P = 1: the least; unit 'auto': the "
+        "least that loses no time, up to 2P",
         "micro-batches",
     )
     prefetch: bool = setting(False, "gather the next chunk ahead of its use; two are then resident at a time")
     recompute: str = setting("none", "whose forwards run again instead of keeping activations: none, full, selective")
     reduce: str = setting("unit", "when a chunk's gradients are reduced: after each unit, or once a step")
     policy: str = setting("zeropp", f"whose order a step runs in: {', '.join(POLICIES)}")
+    costs: str = setting("", "file with measured costs of the chunks, from zeropp profile; empty: from their FLOPs")
 
     def _check(self) -> None:
         self._at_least(1, "stages", "chunks", "shards", "replicas", "microbatch_size")
@@ -245,8 +259,11 @@ class ParallelSection(_Section):
             self.schedule()
 
     def schedule(self, costs: Costs | None = None) -> ScheduleSpec:
-        """What the schedule is compiled from, with the unit, its split and the memory limit resolved and checked."""
-        return resolve(
+        """What the schedule is compiled from, with the unit, its split and the memory limit resolved and checked.
+
+        With ``unit = "auto"`` the last two follow from ``costs``; without these it is not known yet, and a unit of P.
+        """
+        spec = resolve(
             self.stages,
             self.chunks,
             self.microbatches,
@@ -258,6 +275,7 @@ class ParallelSection(_Section):
             self.reduce,
             self.policy,
         )
+        return tune(spec, self.memory_limit) if self.unit == AUTO and costs is not None else spec
 
     @property
     def members(self) -> int:
@@ -495,10 +513,14 @@ class RunConfig:
         return "\n".join(lines)
 
     def resolved(self) -> RunConfig:
-        """The same run with every automatic value (0) written out, so that a later default cannot change it."""
+        """The same run with every automatic value (0) written out, so that a later default cannot change it.
+
+        But ``parallel.unit = "auto"``, for which the model must be known: see ``tuned`` in planner/plan.py.
+        """
         model, parallel = self.model.resolved(), self.parallel
-        spec = parallel.schedule()
-        parallel = dataclasses.replace(parallel, unit=spec.unit, memory_limit=spec.memory_limit)
+        if parallel.unit != AUTO:
+            spec = parallel.schedule()
+            parallel = dataclasses.replace(parallel, unit=spec.unit, memory_limit=spec.memory_limit)
         train = self.train
         if train.schedule == "wsd" and not train.decay_steps:
             train = dataclasses.replace(train, decay_steps=train.decay)

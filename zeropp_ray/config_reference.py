@@ -12,7 +12,13 @@ import tomli_w
 
 from zeropp_ray.config import SECTIONS
 
-_KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_KINDS = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    int | str: 'whole number, or `"auto"`',
+}
 
 _INTRODUCTION = """\
 # Configuration
@@ -55,6 +61,11 @@ up to rounding.
 
 **Policy.** ZeroPP's order follows from the costs of the chunks. The other policies are known schedules, for comparison;
 some take one chunk, or two, and their order fixes the unit and the live activations ([schedules.md](schedules.md)).
+
+**Unit.** With `unit = "auto"` the schedule is replayed for every number of units under `memory_limit`, by default 2P
+then. The fewest units that are within 0.5% of the fastest are taken, and the least limit that loses them no time. Both
+are written out in `runs/NAME/config.toml`. `costs` names a file of `zeropp profile`, with times of the chunks as they
+were measured; else their FLOPs are the costs ([schedules.md](schedules.md)).
 
 **Replicas** repeat the mesh and add up their gradients. With `zero1` they share the optimizer's work too: each updates
 one of R pieces of its shard and hands the others its new weights. The result is the same; each member keeps 1/R of its

@@ -22,7 +22,9 @@ def resumed(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
     """
     values = {name: dict(section) for name, section in checkpoint.manifest.config.items()}
     changed = {override.partition("=")[0].strip() for override in overrides}
-    automatic = {"parallel.memory_limit"} if "parallel.recompute" in changed else set[str]()
+    automatic = set[str]()
+    if changed & {"parallel.recompute", "parallel.unit"}:
+        automatic.add("parallel.memory_limit")
     if changed & {
         f"parallel.{name}"
         for name in ("stages", "chunks", "microbatches", "microbatch_size", "shards", "replicas", "policy")
@@ -32,6 +34,8 @@ def resumed(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
             automatic.add("parallel.microbatches")  # follow from the budget
     for name in automatic - changed:
         values["parallel"][name.partition(".")[2]] = 0
+    if changed & {"parallel.stages", "parallel.chunks", "parallel.microbatch_size"}:
+        values["parallel"]["costs"] = ""  # were measured for other chunks
     config = overridden(values, overrides).resolved()
     was = checkpoint.config.resolved()
     differs = _differences("model", was.model, config.model)

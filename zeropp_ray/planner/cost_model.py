@@ -6,9 +6,9 @@ Time of a step = tasks and ramp + stalls + gathers + reduces + replicas + optimi
   matrices, ``W`` once its matrices; a recomputed chunk runs its forward twice.
 - *Tasks and ramp* are the lower bound of the schedule: the fullest stage's work, after the first micro-batch's way to
   it. *Stalls* come with units below ``2P``, and with a live limit that leaves a ramp ``x`` of less than ``2P`` chunk
-  activations. By replay (P 4 to 16, V 2 and 4, costs near 1, 1.15, 0.9) a unit ``u`` then loses about
-  ``0.6 P (2 - u/P)⁴`` forwards to the first, and ``2.4 P (1 - x/2P)`` to the second, or 1.6 instead of 2.4 if all
-  chunks are recomputed. The plans that are shown have all three replaced by a replay of their own program
+  activations. By replay (P 4 to 16, V 2 and 4, costs near 1, 1.15, 0.9) a unit ``u`` with ``y = 2 - u/P`` then loses
+  about ``P (0.4 F y⁴ + 2 comm y²)`` to the first, and ``2.4 P F (1 - x/2P)`` to the second, or 1.6 instead of 2.4 if
+  all chunks are recomputed. The plans that are shown have all three replaced by a replay of their own program
   (``search.py``).
 - Messages between stages overlap with tasks, but for the ramp, unless the link is too slow for all of them.
 - *Gathers* are waited for, for ``GATHER`` stands before the task that needs it; with ``prefetch`` but for the time of
@@ -39,9 +39,9 @@ from zeropp_ray.planner.hardware import Cluster
 from zeropp_ray.planner.sizes import ModelSizes, even_cut
 from zeropp_ray.schedule.units import split_units
 
-UNIT_STALL = 0.6
+UNIT_STALL = 0.4
 LIMIT_STALL = {"none": 2.4, "selective": 2.4, "full": 1.6}
-"""Times ``P`` forwards: what a stage loses in each unit, see above."""
+"""Forwards that each of ``P`` stages loses in a unit, see above."""
 MASTER = 4  # bytes of an element of masters, moments and gradients
 _MESSAGES = 6  # receives posted ahead on two edges, and sends that are not drained
 
@@ -186,7 +186,7 @@ def estimate(model: ModelSizes, cluster: Cluster, choice: Choice, makespan_s: fl
     parts = cut(model, cluster, choice.stages, choice.chunks, choice.microbatch_size)
     seconds = _pipeline(model, cluster, choice, parts, makespan_s)
     works = parts.work[choice.recompute]
-    bubble = 1 - choice.microbatches * sum(works) / len(works) / sum(seconds.values())
+    bubble = max(0.0, 1 - choice.microbatches * sum(works) / len(works) / sum(seconds.values()))
     traffic = _exchanges(model, cluster, choice, parts, seconds)
     ends = {0, choice.stages - 1}
     memory = max((_memory(model, cluster, choice, parts, p) for p in ends), key=lambda each: sum(each.values()))
@@ -212,9 +212,10 @@ def _pipeline(
         arrivals = accumulate((forward[0] + way for forward in parts.F[:-1]), initial=0.0)
         seconds["ramp"] = max(map(sum, zip(works, arrivals, strict=True))) - seconds["tasks"]
         units = split_units(N, choice.unit)
-        lost = UNIT_STALL * max(0.0, 2 - max(units) / P) ** 4 * (choice.chunks > 1)
-        lost += LIMIT_STALL[choice.recompute] * max(0.0, 1 - ramp(choice) / (2 * P))
-        seconds["stalls"] = len(units) * lost * P * parts.F[0][0]
+        short = max(0.0, 2 - max(units) / P) if choice.chunks > 1 else 0.0
+        lost = parts.F[0][0] * UNIT_STALL * short**4 + 2 * way * short**2
+        lost += parts.F[0][0] * LIMIT_STALL[choice.recompute] * max(0.0, 1 - ramp(choice) / (2 * P))
+        seconds["stalls"] = len(units) * P * lost
     if P > 1:  # a device sends 2V messages a micro-batch, one after the other
         sending = 2 * choice.chunks * N * (way - cluster.send(0.0, P, choice.shards))
         seconds["stalls"] += max(0.0, sending - sum(seconds.values()))

@@ -5,7 +5,7 @@ Made before any actor starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zeropp_ray.config import RunConfig
@@ -13,9 +13,10 @@ from zeropp_ray.layout import Layout
 from zeropp_ray.models.cut import chunk_costs, cut_model
 from zeropp_ray.models.describe import ModelDescription, ParameterSet, describe
 from zeropp_ray.models.layered import resolve_factory
+from zeropp_ray.planner.cost_file import costs_of
 from zeropp_ray.planner.memory import predict_memory
 from zeropp_ray.precision import Precision
-from zeropp_ray.schedule import POLICIES, Costs, Program, compile_forward, compile_program
+from zeropp_ray.schedule import AUTO, POLICIES, Costs, Program, ScheduleSpec, compile_forward, compile_program
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Plan:
             "tokens_per_step": sequences * config.model.seq_len,
             "predicted_memory": max(stages, key=lambda kinds: sum(kinds.values())),
             "bubble": program.bubble,
+            "predicted_step_s": program.makespan if config.parallel.costs else None,  # of the tasks alone
             "gathers": max(program.gathers),
             "reduces": max(program.reduces),
             "limit": spec.memory_limit,
@@ -72,14 +74,35 @@ def make_plan(config: RunConfig) -> Plan:
         zero1=parallel.zero1,
         placement=POLICIES[parallel.policy].placement,
     )
+    description, ranges, spec = _specified(config)
+    return Plan(layout, description, ranges, compile_program(spec), compile_forward(spec))
+
+
+def tuned(config: RunConfig) -> RunConfig:
+    """The same run with ``parallel.unit = "auto"`` decided, and its memory limit: what a run keeps in its records.
+
+    Raises as :func:`make_plan`.
+    """
+    if config.parallel.unit != AUTO:
+        return config
+    _, _, spec = _specified(config)
+    return replace(config, parallel=replace(config.parallel, unit=spec.unit, memory_limit=spec.memory_limit))
+
+
+def _specified(config: RunConfig) -> tuple[ModelDescription, tuple[range, ...], ScheduleSpec]:
+    """The model, tried on the meta device, the blocks of every chunk of it, and what the step is compiled from."""
+    parallel = config.parallel
     description = describe(
         resolve_factory(config.model),
         config.model.seq_len,
         seed=config.run.seed,
         precision=Precision.of(config.train.dtype),
     )
-    ranges = tuple(cut_model(description, layout.stages * layout.chunks))
-    F, B, W = (tuple(round(cost, 4) for cost in costs) for costs in chunk_costs(description, ranges))
-    F = tuple(max(cost, 1e-4) for cost in F)  # a chunk without any matrix product takes its time too
-    spec = parallel.schedule(Costs(F=F, B=B, W=W))
-    return Plan(layout, description, ranges, compile_program(spec), compile_forward(spec))
+    ranges = tuple(cut_model(description, parallel.stages * parallel.chunks))
+    if parallel.costs:
+        costs = costs_of(config, ranges)
+    else:
+        F, B, W = (tuple(round(cost, 4) for cost in costs) for costs in chunk_costs(description, ranges))
+        F = tuple(max(cost, 1e-4) for cost in F)  # a chunk without any matrix product takes its time too
+        costs = Costs(F=F, B=B, W=W)
+    return description, ranges, parallel.schedule(costs)

@@ -26,6 +26,7 @@ _UNITS = (1, 1.5, 2, 4)  # in multiples of P; and the whole step
 _WIDTHS = 3  # how many numbers of micro-batches at a time are tried for each P, the largest that the batch allows
 _LARGEST_STAGE = 64  # members; a gather over more is mostly latency
 _REPLAYED = 3  # so many times as many as are shown
+_MOVING = 0.01  # part of the time of traffic that counts even where tasks hide it
 _ACTIONS = 60_000  # of a step that is replayed whole
 
 
@@ -129,7 +130,7 @@ def choice_of(parallel: ParallelSection) -> Choice:
 
 
 class _Ranking:
-    """The fastest estimate that fits of each mesh; of each ``P`` and recomputation what comes closest and does not fit;
+    """The best estimate that fits of each mesh; of each ``P`` and recomputation what comes closest and does not fit;
     and what takes the least memory of all.
     """
 
@@ -158,7 +159,7 @@ class _Ranking:
         good = step.memory_bytes <= on.device.usable
         if good:
             best = self.fits.get(_mesh(choice))
-            if best is None or step.step_s < best.step_s:
+            if best is None or _score(step, on) < _score(best, on):
                 self.fits[_mesh(choice)] = step
         else:
             closest = self.refused.get((choice.stages, choice.recompute))
@@ -167,6 +168,11 @@ class _Ranking:
         if self.least is None or step.memory_bytes < self.least.memory_bytes:
             self.least = step
         return good
+
+
+def _score(step: Estimate[Choice], on: Cluster) -> float:
+    """Seconds of a step, and a little for all that moves, so that of equals the quieter one is taken."""
+    return step.step_s + _MOVING * sum(step.traffic.values()) / on.intra.bandwidth
 
 
 def _rivals(model: ModelSizes, on: Cluster, global_batch: int) -> Iterator[Rival]:
@@ -219,7 +225,7 @@ def _nothing_fits(model: ModelSizes, on: Cluster, global_batch: int, least: Esti
     missing = least.memory_bytes - on.device.usable
     kind, size = max(least.memory.items(), key=lambda item: item[1])
     ways = []
-    for more in (replace(on, count=on.count * factor) for factor in (2, 4, 8, 16)):
+    for more in (replace(on, count=on.count * factor) for factor in (2, 4, 8)):
         steps = (estimate(model, more, choice) for choice in choices(model, more, global_batch))
         if any(step.memory_bytes <= on.device.usable for step in steps):
             ways.append(f"--gpus {more.count}")

@@ -67,7 +67,7 @@ def sizes_of(model: ModelSection, dtype: str) -> ModelSizes:
         norm, head_saved = 2 * h, 2 * h + 2 * wide
     else:
         matrices, other = 2 * h * (q + kv) + 3 * h * f, 2 * h
-        saved = (3 + 4 * wide) * h + 2 * (q + kv) + 4 * f + 2 * wide
+        saved = (2 + 4 * wide) * h + 2 * (q + kv) + 4 * f + 2 * wide
         stashed, widest = 4 * h + 2 * (q + kv) + 3 * f, max(h, q, f)
         embed = PartSizes(vocab * h, 0, 0, 2 * wide * s, (h + 1) * s, h * s)
         norm, head_saved = h, (1 + 2 * wide) * h + wide

@@ -46,13 +46,18 @@ def estimate_3d(model: ModelSizes, cluster: Cluster, choice: Rival) -> Estimate[
     return Estimate(choice, seconds, memory, traffic, bubble)
 
 
+def live_microbatches(stages: int, chunks: int, stage: int) -> float:
+    """Whole-stage micro-batches whose activations 1F1B, interleaved with more than one chunk, keeps at a stage."""
+    if chunks == 1:
+        return stages - stage
+    return ((chunks - 1) * stages + 2 * (stages - stage - 1) + 1) / chunks
+
+
 def _memory(model: ModelSizes, choice: Rival, parts: Cut, p: int, held: float) -> dict[str, float]:
-    """Bytes at stage ``p``. Micro-batches that are live in interleaved 1F1B: ``P + (P-1)/V`` at the first stage, and
-    ``2/V`` less at each one after it.
-    """
+    """Bytes of a device of stage ``p`` at its fullest, by kind."""
     T, P, V, D, N, b, recompute = choice
     each, blocks = model.width * b / T, sum(parts.blocks[p])
-    live = min(N, P - p if V == 1 else (V - 1) / V * P + 1 + 2 * (P - p - 1) / V)
+    live = min(N, live_microbatches(P, V, p))
     logits = MASTER * b * model.head.widest / T * (p == P - 1)
     now = dict.fromkeys(kinds.KINDS, 0.0)
     now[kinds.WEIGHTS] = (model.width + 3 * MASTER / D) * held

@@ -16,10 +16,12 @@ from zeropp_ray.schedule.program import Program, compile_forward, compile_progra
 from zeropp_ray.schedule.render import to_grid, to_json
 from zeropp_ray.schedule.replay import Timeline, lower_bound, replay
 from zeropp_ray.schedule.residency import add_residency
-from zeropp_ray.schedule.spec import RECOMPUTE, REDUCE, Edge, Hop, ScheduleSpec, resolve
+from zeropp_ray.schedule.spec import AUTO, RECOMPUTE, REDUCE, Edge, Hop, ScheduleSpec, resolve
+from zeropp_ray.schedule.tune import tune
 from zeropp_ray.schedule.units import default_limit, default_unit, least_limit, split_units
 
 __all__ = [
+    "AUTO",
     "COMPUTE",
     "POLICIES",
     "RECEIVE_WINDOW",
@@ -58,5 +60,6 @@ __all__ = [
     "to_grid",
     "to_json",
     "to_table",
+    "tune",
     "zeropp_order",
 ]

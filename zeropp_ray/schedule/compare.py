@@ -14,7 +14,8 @@ from zeropp_ray.schedule.costs import Costs
 from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.program import Program, compile_program
 from zeropp_ray.schedule.replay import lower_bound
-from zeropp_ray.schedule.spec import resolve
+from zeropp_ray.schedule.spec import AUTO, resolve
+from zeropp_ray.schedule.tune import tune
 
 
 class Row(NamedTuple):
@@ -52,7 +53,7 @@ def compare(
     chunks: int,
     microbatches: int,
     cost: tuple[float, float, float, float],
-    unit: int = 0,
+    unit: int | str = 0,
     memory_limit: float = 0.0,
     prefetch: bool = False,
     recompute: str = "none",
@@ -76,12 +77,13 @@ def compare(
         share = chunks / own
         costs = Costs.uniform(stages * own, F * share, B * share, W * share, comm)
         try:
+            limit = memory_limit if known.order is None else 0.0
             spec = resolve(
                 stages,
                 own,
                 microbatches,
                 unit if known.unit != "N" else 0,
-                memory_limit if known.order is None else 0.0,
+                limit,
                 prefetch,
                 costs,
                 recompute,
@@ -92,7 +94,7 @@ def compare(
         except ConfigError as error:
             rows.append((policy, str(error)))
         else:
-            rows.append(_row(policy, compile_program(spec), least))
+            rows.append(_row(policy, compile_program(tune(spec, limit) if unit == AUTO else spec), least))
     return rows
 
 

@@ -10,6 +10,7 @@ of a recomputed chunk run in the phase of its ``B``. As published every block is
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -66,6 +67,20 @@ def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
 
     The replay is event-driven: a rank decides when it becomes free, or when what it waits for arrives.
     """
+    return [rank.order for rank in _greedy(spec, _NEVER) or ()]
+
+
+def zeropp_makespan(spec: ScheduleSpec, most: float = math.inf) -> float:
+    """What a step in this order takes, as a replay of its program would find; infinity if it is more than ``most``,
+    which is known before the end of the step.
+    """
+    scale = spec.costs.ticks().scale
+    ranks = _greedy(spec, math.floor(most * scale * (1 + 1e-12)) if most < math.inf else _NEVER)
+    return max(rank.free_at for rank in ranks) / scale if ranks else math.inf
+
+
+def _greedy(spec: ScheduleSpec, most: int) -> list[_Rank] | None:
+    """The ranks at the end of the step, which takes at most ``most`` ticks; else None."""
     stages, last, limit = spec.stages, spec.model_chunks - 1, spec.live_chunks
     cost = spec.costs.ticks()
     comm = cost.comm if stages > 1 else 0
@@ -80,6 +95,9 @@ def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
     f_ready[0] = [0] * spec.microbatches
 
     ranks = [_Rank(phases(spec), spec.recomputed) for _ in range(stages)]
+    for c in range(last + 1):
+        each = cost.F[c] * (1 + spec.recomputed[c // stages]) + cost.B[c] + cost.W[c]
+        ranks[c % stages].left += each * spec.microbatches
     events = [(0, p) for p in range(stages)]  # sorted, hence a heap
     while events:
         now, p = heappop(events)
@@ -131,18 +149,21 @@ def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
         else:
             continue  # every input that arrives has an event of its own
         rank.free_at = end
+        rank.left -= end - now
+        if end + rank.left > most:
+            return None
         heappush(events, (end, p))
         if rank.f == rank.f_end and rank.b == rank.b_end:
             rank.next_phase()
-    return [rank.order for rank in ranks]
+    return ranks
 
 
 class _Rank:
     """Where a rank is: its phase, the next ``F``, ``RF`` and ``B`` in it, and what it holds."""
 
     __slots__ = (
-        "b", "b_end", "chunk", "f", "f_end", "forwards", "free_at", "graphs", "inputs", "live", "order", "pending",
-        "phases", "recomputed",
+        "b", "b_end", "chunk", "f", "f_end", "forwards", "free_at", "graphs", "inputs", "left", "live", "order",
+        "pending", "phases", "recomputed",
     )  # fmt: skip
 
     def __init__(self, phases: list[Phase], recomputed: Sequence[bool]) -> None:
@@ -153,6 +174,7 @@ class _Rank:
         self.inputs = 0  # of recomputed chunks, each from its F to its RF
         self.live = 0  # chunk activations, each from its F or RF to its W
         self.free_at = 0
+        self.left = 0  # what all its tasks that have not run take
         self.chunk = 0
         self.next_phase()
 

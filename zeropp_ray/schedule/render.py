@@ -90,7 +90,7 @@ def to_grid(program: Program, width: int = 120, color: bool = False) -> str:
         label + _paint(_row(actions, starts, ends, columns, step), color)
         for label, actions, starts, ends in zip(labels, ranks, timeline.starts, timeline.ends, strict=True)
     ]
-    return "\n".join([_title(spec), *_legend(spec, step, color), *rows, *_summary(spec, timeline)])
+    return "\n".join([title(spec), *_legend(spec, step, color), *rows, *summary(spec, timeline)])
 
 
 def _columns(makespan: float, spec: ScheduleSpec, most: int) -> int:
@@ -121,7 +121,8 @@ def _paint(cells: Iterable[Cell], color: bool) -> str:
     return "".join(f"{shade}{text}{_PLAIN}" if color and shade else text for shade, text in runs)
 
 
-def _title(spec: ScheduleSpec) -> str:
+def title(spec: ScheduleSpec) -> str:
+    """The policy and the numbers of a schedule in one line."""
     units = " + ".join(f"{len(list(run))} × {size}" for size, run in groupby(spec.units))
     numbers = f"P = {spec.stages} stages, V = {spec.chunks} chunks, N = {spec.microbatches} micro-batches = {units}"
     return f"{POLICIES[spec.policy].title}  {numbers}"
@@ -136,7 +137,8 @@ def _legend(spec: ScheduleSpec, step: float, color: bool) -> list[str]:
     return [f"{', '.join(keys)} of chunk 0, 1, …; {_IDLE} idle; one column is {step:.4g} of the costs' unit of time"]
 
 
-def _summary(spec: ScheduleSpec, timeline: Timeline) -> list[str]:
+def summary(spec: ScheduleSpec, timeline: Timeline) -> list[str]:
+    """What a step takes: a line each of time, memory and traffic."""
     makespan, bound = timeline.makespan, timeline.lower_bound
     inputs, buffers = max(timeline.peak_inputs), max(timeline.peak_gradient_buffers)
     return [

@@ -21,6 +21,9 @@ REDUCE = ("unit", "step")
 """When a chunk's gradient buffer is reduced: after each unit, so that one is open at a time; or once a step, with all
 ``V`` open and a ``K``-th of the traffic."""
 
+AUTO = "auto"
+"""The unit that leaves its size to :func:`~zeropp_ray.schedule.tune.tune`."""
+
 _SLACK = 1e-9  # a limit of 8.6666666667 with V=3 means 26 chunks
 
 
@@ -133,7 +136,7 @@ def resolve(
     stages: int,
     chunks: int,
     microbatches: int,
-    unit: int = 0,
+    unit: int | str = 0,
     memory_limit: float = 0.0,
     prefetch: bool = False,
     costs: Costs | None = None,
@@ -147,6 +150,7 @@ def resolve(
     Args:
         stages, chunks, microbatches: ``P``, ``V``, ``N``, each at least 1, with ``N ≥ P``.
         unit: the least unit size ``U``, ``P ≤ U ≤ N``; 0 takes ``min(N, 2P)``, or what the policy is known for.
+            :data:`AUTO`, for :func:`~zeropp_ray.schedule.tune.tune` to choose, takes ``P`` where there is a choice.
         memory_limit: live activations in whole-stage micro-batches; 0 takes ``default_limit`` (units.py), or what the
             policy's fixed order keeps.
         costs: per model chunk; None takes 1, 1, 1, 0. ``RF`` costs what ``F`` does.
@@ -169,6 +173,10 @@ def resolve(
             f"{name('microbatches')} = {microbatches}: fewer than {name('stages')} = {stages} fill no pipeline; "
             f"{name('microbatches')} = {stages} or more works"
         )
+    if isinstance(unit, str):
+        if unit != AUTO:
+            raise ConfigError(f"{name('unit')} = {unit!r}: expected a whole number, or {AUTO!r}")
+        unit = stages if POLICIES[policy].unit == "2P" else 0
     _check_policy(policy, chunks, microbatches, unit, name)
     if unit < 0 or (unit and not stages <= unit <= microbatches):
         side = f"below {name('stages')}" if unit < stages else f"above {name('microbatches')}"
@@ -201,7 +209,7 @@ def resolve(
         reduce="step" if POLICIES[policy].open_buffers else reduce,
         policy=policy,
     )
-    least, default = _limits(spec)
+    least, default = limits(spec)
     if not math.isfinite(memory_limit) or memory_limit < 0:
         raise ConfigError(
             f"{name('memory_limit')} = {memory_limit}: not a number of micro-batches; 0 takes the default, "
@@ -232,7 +240,7 @@ def _check_policy(policy: str, chunks: int, microbatches: int, unit: int, name: 
         )
 
 
-def _limits(spec: ScheduleSpec) -> tuple[int, float]:
+def limits(spec: ScheduleSpec) -> tuple[int, float]:
     """The least limit of live activations, in chunks, and the default one, in whole-stage micro-batches."""
     if POLICIES[spec.policy].order is not None:
         least = most_live(fixed_order(spec), spec.recomputed)

@@ -1,0 +1,92 @@
+"""Measured costs of a model's chunks, in a file: what ``zeropp profile`` writes, and ``parallel.costs`` names.
+
+JSON, in seconds. It says which model, dtype, micro-batch size and cut it was measured with, and is taken for no other.
+On how many stages the chunks lie makes no difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from zeropp_ray.config import RunConfig
+from zeropp_ray.errors import ConfigError
+from zeropp_ray.files import expanded
+from zeropp_ray.schedule.costs import Costs
+
+FORMAT, VERSION = "zeropp costs", 1
+
+
+def identity(config: RunConfig, ranges: Sequence[range]) -> dict[str, Any]:
+    """What the costs of a run's chunks depend on, but for the machine. ``ranges``: the blocks of every model chunk."""
+    model = {f"model.{name}": value for name, value in asdict(config.model.resolved()).items()}
+    del model["model.preset"], model["model.init_from"]  # its sizes are there; where weights come from does not matter
+    found = {
+        **model,
+        "train.dtype": config.train.dtype,
+        "parallel.microbatch_size": config.parallel.microbatch_size,
+        "blocks of the chunks": [len(blocks) for blocks in ranges],
+    }
+    return json.loads(json.dumps(found, default=str))  # as it comes back from a file
+
+
+def write_costs(path: Path, measured_with: Mapping[str, Any], costs: Costs, notes: Mapping[str, Any]) -> None:
+    """Write a file that is not there yet. ``notes``: how it was measured, for the reader.
+
+    Raises ConfigError if it is there, or cannot be written.
+    """
+    values = {"format": FORMAT, "version": VERSION, "of": measured_with, "seconds": asdict(costs), "measured": notes}
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(values, indent=1) + "\n")
+    except FileExistsError:
+        raise ConfigError(f"--out = {path}: is there already; choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"--out = {path}: cannot be written: {error.strerror}; choose another folder") from None
+
+
+def read_costs(path: str | Path, name: str = "parallel.costs") -> tuple[dict[str, Any], Costs]:
+    """The identity of what was measured, and the costs. ``name``: how an error calls the setting."""
+    told = f"{name} = {str(path)!r}"
+    again = "; measure anew with: zeropp profile"
+    file = expanded(path, told)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{told}: no such file{again}, or leave {name} empty for costs from FLOPs") from None
+    except OSError as error:
+        raise ConfigError(f"{told}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{told}: not JSON, so no file of costs{again}") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise ConfigError(f"{told}: no file of costs{again}")
+    if values.get("version") != VERSION:
+        raise ConfigError(f"{told}: is of version {values.get('version')}, and {VERSION} can be read{again}")
+    try:
+        of, seconds = values["of"], values["seconds"]
+        F, B, W = (tuple(float(value) for value in seconds[task]) for task in "FBW")
+        return dict(of), Costs(F, B, W, float(seconds["comm"]))
+    except ConfigError as error:
+        raise ConfigError(f"{told}: is damaged: {error}{again}") from None
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(f"{told}: is damaged: no seconds of F, B, W and comm, or not of what{again}") from None
+
+
+def costs_of(config: RunConfig, ranges: Sequence[range]) -> Costs:
+    """The costs in the file that ``parallel.costs`` names. Raises ConfigError if they are not of this model, cut so."""
+    of, costs = read_costs(config.parallel.costs)
+    here = identity(config, ranges)
+    differs = [
+        f"{name}: {of.get(name)!r} there, {here.get(name)!r} here"
+        for name in {**of, **here}
+        if of.get(name) != here.get(name)
+    ]
+    if differs:
+        raise ConfigError(
+            f"parallel.costs = {config.parallel.costs!r}: was measured for something else: {'; '.join(differs)}; "
+            "measure this one with: zeropp profile, or set parallel.costs='' for costs from FLOPs"
+        )
+    return costs
