@@ -334,12 +334,12 @@ class Run:
         faults = 0
         while True:
             faults += 1
+            self._note(fault, at_step, names)
             try:
                 judge(fault.cause, len(fault.lost), fault.at, str(fault), self._history, self._config.recovery)
             except ZeroppError as end:
                 end.trace = fault.trace  # type: ignore[attr-defined]
                 raise
-            self._note(fault, at_step, names)
             yield {"kind": "log", "text": f"{fault}; the others wait"}
             try:
                 action = self._fill(fault.lost)
