@@ -112,6 +112,7 @@ def test_members_killed_stopped_and_hung_in_one_run(runs: Runs) -> None:
     assert 0 < hurt.summary["effective_share"] < 1
 
 
+@pytest.mark.full
 def test_a_short_stop_is_no_fault(runs: Runs) -> None:
     hurt = runs.check(THREE, "stop stage=1 step=5 at=F for=1", recovery={"hang_s": 5.0, "suspect_s": 3.0})
     assert not hurt.recoveries
@@ -151,6 +152,7 @@ def test_replicas_are_each_other_s_copies(runs: Runs) -> None:
     assert [event["source"] for event in hurt.recoveries] == ["copies", "copies"]
 
 
+@pytest.mark.full
 def test_a_slow_member_is_told_and_replaced_if_that_is_wanted(runs: Runs) -> None:
     fault, factor = "slow=20x stage=1 step=4", {"slow_factor": 4.0}
     told = runs.check((2, 2, 1, 1), fault, recovery=factor)

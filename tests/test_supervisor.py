@@ -187,12 +187,15 @@ def test_a_run_whose_driver_dies_ends_as_if_it_had_not(command) -> None:
     assert output.count("another one goes on from") == 2
     assert find(run.folder).digest(state=True) == find(twin.folder).digest(state=True)
     assert losses(run) == losses(twin)
-    first, end = (json.loads(line) for line in (run.folder / EVENTS).read_text().splitlines())
+    events = [json.loads(line) for line in (run.folder / EVENTS).read_text().splitlines()]
+    assert [event["kind"] for event in events if event["kind"] != "begin"] == ["recovery", "end"]
+    (first,), end = [event for event in events if event["kind"] == "recovery"], events[-1]
     assert first["member"].startswith(f"driver (process {killed.pid} on ")
     assert (first["at"], first["action"]) == (f"step {first['step']}", "restart")
     assert first["replayed"] == first["step"] - 1 - first["from_step"]
     assert (end["kind"], end["outcome"], end["exit_code"]) == ("end", "done", 0)
-    assert (run.folder / "summary.json").exists()
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert (summary["recoveries"], summary["replayed_steps"]) == ({"driver": 1}, first["replayed"])
 
 
 def losses(run: CommandRun) -> dict[int, float]:
