@@ -178,10 +178,11 @@ def test_without_recovery_the_first_fault_ends_the_run(runs: Runs) -> None:
 @pytest.mark.parametrize("kind", ["kill", "stop", "hang"])
 @pytest.mark.parametrize(("layout", "stage"), [*((THREE, p) for p in range(3)), *(((2, 1, 1, 2), p) for p in range(2))])
 def test_every_point_of_a_step(runs: Runs, kind: str, layout: tuple[int, int, int, int], stage: int) -> None:
-    faults = [f"{kind} stage={stage} step={2 + i} at={at}" for i, at in enumerate(ANYWHERE)]
+    points = [at for at in ANYWHERE if at != "copy" or layout[3] == 1]  # replicas exchange no copies
+    faults = [f"{kind} stage={stage} step={2 + i} at={at}" for i, at in enumerate(points)]
     other = (stage + 1) % layout[0]
     faults += [f"kill stage={other} step=15; {kind} stage={stage} step=15 at=recovery"]
     faults += [f"{kind} stage={stage} step=17 at=checkpoint"]
     # Without evaluations, whose flush would take the commit out of its step.
     hurt = runs.check(layout, *faults, checkpoint={"every_steps": 17}, train={"eval_every": 0})
-    assert len(hurt.recoveries) == len(ANYWHERE) + 2
+    assert len(hurt.recoveries) == len(points) + 2

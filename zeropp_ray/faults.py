@@ -187,6 +187,8 @@ def _never_there(at: str, replica: int, config: RunConfig) -> str:
         return f"at={at}: recovery.enabled = false"
     if at == "copy" and not recovery.copy_every:
         return "at=copy: recovery.copy_every = 0, so none is made; set it to 1 or more"
+    if at == "copy" and parallel.replicas > 1 and not parallel.zero1:
+        return "at=copy: replicas are each other's copies, so none are exchanged; try at=commit"
     if at == "checkpoint" and replica and not parallel.zero1:
         return f"at=checkpoint: replica {replica} saves nothing, the first one does; take a member of that"
     return ""
