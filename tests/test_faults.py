@@ -77,6 +77,7 @@ def test_several_faults():
         ("kill step=1 at=RF", "at=RF: no forward runs again with parallel.recompute = 'none'; try at=F"),
         ("kill step=1 at=W nth=9", "nth=9: expected which W of the step, from 1 to 8"),
         ("kill step=1 at=checkpoint member=1", "replica 1 saves nothing"),
+        ("kill step=1 at=copy", "at=copy: replicas are each other's copies"),
         ("disk-full step=1 member=3", "replica 1 saves nothing"),
         ("stop step=1 for=soon", "for=soon: expected a number above 0, such as for=2"),
         ("slow step=1", "slow=: expected a number above 1, such as slow=3x"),
