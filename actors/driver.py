@@ -334,7 +334,9 @@ class Run:
         faults = 0
         while True:
             faults += 1
-            self._note(fault, at_step, names)
+            append_event(
+                self._folder.path, {"kind": "fault", **_told(fault, at_step, names)}
+            )  # also one on the way back
             try:
                 judge(fault.cause, len(fault.lost), fault.at, str(fault), self._history, self._config.recovery)
             except ZeroppError as end:
@@ -352,36 +354,16 @@ class Run:
         self._slowness.forget()
         event = {
             "kind": "recovery",
-            "cause": first.cause,
-            "member": ", ".join(names[me] for me in first.lost) or None,
-            "at": first.at,
-            "evidence": first.evidence,
-            "step": at_step,
+            **_told(first, at_step, names),
             "faults": faults,
             "action": action,
             "source": source.kind,
             "from_step": source.step,
             "replayed": at_step - 1 - source.step,
-            "noticed_s": first.noticed_s,
             "resumed_s": time.monotonic() - began,
-            "time": time.time(),
         }
         append_event(self._folder.path, event)
         yield event
-
-    def _note(self, fault: MemberFault, step: int, names: dict[Member, str]) -> None:
-        """Every fault is an event, those in the midst of a recovery too."""
-        event = {
-            "kind": "fault",
-            "cause": fault.cause,
-            "member": ", ".join(names[me] for me in fault.lost) or None,
-            "at": fault.at,
-            "evidence": fault.evidence,
-            "step": step,
-            "noticed_s": fault.noticed_s,
-            "time": time.time(),
-        }
-        append_event(self._folder.path, event)
 
     def _fill(self, lost: Sequence[Member]) -> str:
         """Free all that live from what they wait for, and give the ``lost`` successors; how, in a word."""
@@ -425,6 +407,19 @@ class Run:
         except (ConfigError, OSError):
             return None
         return newest.step, newest.path
+
+
+def _told(fault: MemberFault, step: int, names: dict[Member, str]) -> Event:
+    """A fault as an event tells it."""
+    return {
+        "cause": fault.cause,
+        "member": ", ".join(names[me] for me in fault.lost) or None,
+        "at": fault.at,
+        "evidence": fault.evidence,
+        "step": step,
+        "noticed_s": fault.noticed_s,
+        "time": time.time(),
+    }
 
 
 def _planned(plan: Any) -> dict[Member, dict[str, float]]:

@@ -89,10 +89,6 @@ class Watch:
             except RayError:
                 raise self._diagnose(calls, programs) from None
 
-    def describe(self, member: MemberHandle, programs: Programs) -> str:
-        """``step 7 at 1B3 (instruction 40 of 96)``."""
-        return _describe(member.me, _at(self._sights([member])[member.me]), programs)
-
     def beyond_help(self, members: Sequence[MemberHandle], *, waiting: bool) -> set[Member]:
         """Those of ``members`` that have given no sign of life for ``recovery.hang_s``, and if ``waiting`` is set those
         that still wait for a transfer.
@@ -210,7 +206,8 @@ class Watch:
                 noticed_s=_silent_s(sights[first]),
             )
         member, error = (own or list(failures.values()))[0]
-        place, trace = self.describe(member, programs), _trace(calls)
+        sight = self._sights([member])[member.me]
+        place, trace = _describe(member.me, _at(sight), programs), _trace(calls)
         if _peer_lost(error):
             why = "a connection broke, and all members are alive"
             return MemberFault(f"{error}: {why}", "disconnect", at=place, evidence=f"{why}: {error}", trace=trace)
@@ -241,6 +238,7 @@ def _silent_s(sight: Sight | None) -> float | None:
 
 
 def _describe(me: Member, at: Position | None, programs: Programs) -> str:
+    """``step 7 at 1B3 (instruction 40 of 96)``."""
     if at is None:
         return "a place that is not known (its node is gone)"
     if at.step == START:

@@ -31,7 +31,7 @@ def storage(tmp_path: Path):
         folder.mkdir()
         command = ["mount", "-t", "tmpfs", "-o", "size=4m", "zeropp-test", str(folder)]
         if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("mounting takes more rights")
+            pytest.skip("needs the right to mount a tmpfs, as root has it")
         mounted.append(folder)
         return folder
 
