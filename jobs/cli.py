@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from jobs.checkpoint import checkpoint
+from jobs.cluster import list_jobs, logs, stop
 from jobs.config import config
 from jobs.data import data
 from jobs.drill import drill
@@ -18,12 +19,14 @@ from jobs.plan import plan
 from jobs.profile import profile
 from jobs.sample import sample
 from jobs.schedule import schedule
+from jobs.status import status
+from jobs.submit import submit
 from jobs.train import train
 from zeropp_ray import __version__
 from zeropp_ray.errors import ConfigError, ZeroppError
 
 
-class _Group(click.Group):
+class OneLineErrors(click.Command):
     """Shows an error that a user can act on as one line, and exits with its code."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -38,6 +41,10 @@ class _Group(click.Group):
                 raise
             click.echo(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", err=True)
             ctx.exit(1)
+
+
+class _Group(OneLineErrors, click.Group):
+    pass
 
 
 def _check_working_folder() -> None:
@@ -57,6 +64,8 @@ def zeropp() -> None:
     Start here:
       zeropp train              train a small model on this machine
       zeropp config init        a file with every setting of a run, and what it means
+      zeropp status RUN         where a run is
+      zeropp submit --help      train on a Ray cluster
       zeropp data prepare       make text of your own into tokens, once
       zeropp plan --help        pick the layout for a model and devices
       zeropp schedule --help    look at a schedule before you use it
@@ -66,7 +75,10 @@ def zeropp() -> None:
     """
 
 
-for command in (train, data, config, plan, profile, schedule, checkpoint, sample, evaluate, export, drill):
+for command in (
+    *(train, submit, list_jobs, logs, stop, status),
+    *(data, config, plan, profile, schedule, checkpoint, sample, evaluate, export, drill),
+):
     zeropp.add_command(command)
 
 

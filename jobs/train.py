@@ -197,12 +197,16 @@ def _show_plan(config: RunConfig, source: str, resume: Checkpoint | None = None)
 
 def completed(config: RunConfig) -> RunConfig:
     """Every automatic value written out, a name, and a data path that does not depend on the working folder."""
-    config = decided(_from_anywhere(config.resolved()))
-    run = config.run
-    if not run.name:
-        model = re.split("[.:]", config.model.factory)[-2] if config.model.factory else config.model.family
-        run = dataclasses.replace(run, name=f"{model}-{time.strftime('%Y%m%d-%H%M%S')}")
-    return dataclasses.replace(config, run=run)
+    return named(decided(_from_anywhere(config.resolved())))
+
+
+def named(config: RunConfig) -> RunConfig:
+    """The same run, with a name if it has none: that of the model, and the time."""
+    if config.run.name:
+        return config
+    model = re.split("[.:]", config.model.factory)[-2] if config.model.factory else config.model.family
+    name = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
 
 
 def _from_anywhere(config: RunConfig) -> RunConfig:

@@ -16,6 +16,7 @@ import click
 import pytest
 
 from jobs.cli import zeropp
+from tests.user_cluster import UserCluster
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,7 +59,7 @@ def test_a_documented_command_exists(words):
 @pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_documented_commands_run(page, tmp_path, bpe):
+def test_documented_commands_run(page, tmp_path, bpe, request):
     """In order, in a copy of the repository's examples, with a small model and few steps."""
     (tmp_path / "tokenizer.json").symlink_to(bpe)
     (tmp_path / "texts").mkdir()
@@ -75,12 +76,17 @@ def test_documented_commands_run(page, tmp_path, bpe):
         "#!/bin/sh\n"
         'case " $* " in\n'
         '  *" --resume "*) ;;\n'
-        f'  " train "*) shift; set -- train {SMALL} "$@" ;;\n'
+        f'  " train "* | " submit "*) command=$1; shift; set -- $command {SMALL} "$@" ;;\n'
         "esac\n"
         f'exec {sys.executable} -m zeropp_ray "$@"\n'
     )
     shim.chmod(0o755)
     environment = {**os.environ, "PATH": f"{shim.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    if page.stem == "clusters":  # as after `ray start --head`
+        pytest.importorskip("aiohttp_cors", reason="ray[default] is not installed; make test-all does")
+        cluster = UserCluster()
+        request.addfinalizer(cluster.end)
+        environment["RAY_API_SERVER_ADDRESS"] = cluster.address
     for skipped, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         if skipped:
             continue

@@ -1,0 +1,119 @@
+"""What of a working folder travels with a job: its code and small files, and this package; as one zip file."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import stat
+import subprocess
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs.report import size
+from zeropp_ray.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN = ("zeropp_ray", "actors", "jobs")  # they travel too: a job runs the code that submitted it
+LIMIT_BYTES = 512 * 2**20  # what Ray takes: RAY_max_grpc_message_size
+NAMED = 5  # so many of the biggest files are named if there is too much
+
+# Folders with one of these are made anew where they are needed, or lie where all nodes see them.
+MARKS = ("pyvenv.cfg", "run-id", "manifest.json", "CACHEDIR.TAG")  # environment; run; checkpoint or token store; cache
+FOLDERS = ("__pycache__", "node_modules", "runs", "build", "dist", "*.egg-info")
+FILES = ("*.pyc", "*.safetensors", "*.parquet", "*.pt", "*.pth", "*.bin", "*.npy", "*.npz", "*.tar", "*.gz", "*.zip")
+
+
+@dataclass(frozen=True)
+class Package:
+    """Files that travel: where each lies here, by its path in the package."""
+
+    files: dict[str, Path]
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files.values())
+
+    def check_size(self, limit: int = LIMIT_BYTES) -> None:
+        """Raise ConfigError, with the biggest files, if Ray would not take it."""
+        if self.bytes <= limit:
+            return
+        biggest = sorted(self.files, key=lambda name: self.files[name].stat().st_size, reverse=True)[:NAMED]
+        names = ", ".join(f"{name} ({size(self.files[name].stat().st_size)})" for name in biggest)
+        raise ConfigError(
+            f"--working-dir: {len(self.files):,} files of {size(self.bytes)}, and Ray takes {size(limit)}; the biggest "
+            f"are {names}; leave out what the job does not need with --exclude PATTERN, or by .gitignore"
+        )
+
+    def write(self, path: Path, more: dict[str, str]) -> None:
+        """As a zip file; ``more``: the text of further files by their path. The same content gives the same bytes, so
+        that Ray uploads it once.
+        """
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, source in sorted(self.files.items()):
+                archive.writestr(_entry(name, source.stat().st_mode), source.read_bytes())
+            for name, text in sorted(more.items()):
+                archive.writestr(_entry(name, 0o644), text)
+
+
+def _entry(name: str, mode: int) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(name)  # of 1980, whenever it was written
+    entry.external_attr = (stat.S_IFREG | stat.S_IMODE(mode)) << 16
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    return entry
+
+
+def pack(folder: Path, exclude: Sequence[str] = ()) -> Package:
+    """What of ``folder`` travels: all but hidden files (``.git``, ``.venv``, ``.env``), environments, caches, runs,
+    checkpoints, token stores, weights and archives, what git ignores, and ``exclude``, patterns of names or paths.
+
+    Raises ConfigError if it is no folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"--working-dir {folder}: no such folder")
+    files = {name: folder / name for name in _listed(folder) if not _matches(name, exclude)}
+    for package in OWN:
+        if not any(name.startswith(f"{package}/") for name in files):
+            for name in _walk(ROOT, ROOT / package):
+                files[name] = ROOT / name
+    return Package(files)
+
+
+def _listed(folder: Path) -> Iterator[str]:
+    """Paths in ``folder`` of its files that are neither left out by our rules nor ignored by git."""
+    known = _known_to_git(folder)
+    return (name for name in _walk(folder, folder) if known is None or name in known)
+
+
+def _walk(root: Path, start: Path) -> Iterator[str]:
+    for place, folders, files in os.walk(start):
+        if any(mark in files for mark in MARKS) and Path(place) != root:
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not _matches(name, FOLDERS))
+        for name in sorted(files):
+            if not name.startswith(".") and not _matches(name, FILES) and (path := Path(place, name)).is_file():
+                yield path.relative_to(root).as_posix()
+
+
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern fits the whole path, or a name on the way to the file."""
+    return any(
+        fnmatch.fnmatch(path, pattern) or any(fnmatch.fnmatch(part, pattern) for part in path.split("/"))
+        for pattern in (pattern.rstrip("/") for pattern in patterns)
+    )
+
+
+def _known_to_git(folder: Path) -> set[str] | None:
+    """What git tracks or would; None outside of a repository, or without git."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=folder,
+            capture_output=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return set(os.fsdecode(listed.stdout).split("\0"))
