@@ -1,18 +1,25 @@
-"""``zeropp jobs``, ``zeropp logs`` and ``zeropp stop``: runs that are jobs of a Ray cluster."""
+"""``zeropp jobs``, ``zeropp logs`` and ``zeropp stop``: runs that are jobs of a Ray cluster, or of this machine."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from actors.locks import holder
+from jobs.status import process_of, read_status, run_folder
 from jobs.submit import GRACE, at_address, follow_job
-from zeropp_ray.errors import Stopped, ZeroppError
+from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
+from zeropp_ray.files import expanded
 
 if TYPE_CHECKING:
     from jobs.submission import Jobs
@@ -82,21 +89,40 @@ def logs(job: str, address: str | None, follow: bool) -> None:
     click.echo(jobs.log(found), nl=False)
 
 
-@click.command(short_help="Stop a job after the step at hand, with a checkpoint.")
-@click.argument("job", metavar="JOB|RUN")
+@click.command(short_help="Stop a run after the step at hand, with a checkpoint.")
+@click.argument("run", metavar="JOB|RUN")
 @at_address
-def stop(job: str, address: str | None) -> None:
-    """Stop a job, named by its id or by its run: it ends the step at hand, saves, and says how to go on.
+def stop(run: str, address: str | None) -> None:
+    """Stop a run: it ends the step at hand, saves, and says how to go on. RUN is a folder, or a name under runs/, of
+    this machine, whoever started it; or else, and always with --address, the id or the run of a job.
 
-    Waits until it has, at most for the grace that it was submitted with, after which Ray kills it (3 s for a plain `ray
+    Waits until it has. A job has the grace that it was submitted with, after which Ray kills it (3 s for a plain `ray
     job submit`).
 
     Exit code: 0 it is saved, or was done already; else 1, or that of the run if it had failed.
     """
+    with suppress(ConfigError):
+        folder = run_folder(expanded(run)) if address is None else None
+        if folder is not None and (process := process_of(holder(folder))):
+            _stop_here(folder, process)
+    _stop_job(run, address)
+
+
+def _stop_here(run: Path, process: int) -> NoReturn:
+    os.kill(process, signal.SIGTERM)
+    click.echo(f"{run} is asked to stop: process {process}")
+    while process_of(holder(run)) == process:
+        time.sleep(0.2)
+    found = read_status(run)
+    click.echo(f"{run}: {found['state']}" + (f": {found['why']}" if found["why"] else ""))
+    sys.exit(0 if found["state"] in ("done", "stopped") else ZeroppError.exit_code)
+
+
+def _stop_job(name: str, address: str | None) -> NoReturn:
     from jobs.submission import FOLDER, Jobs, outcome
 
     jobs = Jobs(address)
-    record = jobs.named(job)
+    record = jobs.named(name)
     found, ended = record.submission_id, record.status.is_terminal()
     if not ended:
         jobs.stop(found)

@@ -38,11 +38,12 @@ def status(run: str, as_json: bool) -> None:
 
     Only its files are read, so it can be asked at any time and from any machine that sees them.
     """
-    found = read_status(_folder(expanded(run)))
+    found = read_status(run_folder(expanded(run)))
     click.echo(json.dumps(found) if as_json else _table(found))
 
 
-def _folder(where: Path) -> Path:
+def run_folder(where: Path) -> Path:
+    """The folder of a run, whatever became of it, from its path or its name under ``runs/``."""
     for path in (where, Path("runs") / where):
         if (path / JOB).is_file():
             return path
@@ -79,31 +80,31 @@ def _state(run: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
     """``state``: starting, running, done, failed, stopped, interrupted or killed; and ``why``, in words."""
     end = events[-1] if events and events[-1]["kind"] == "end" else None
     trainer = holder(run)
-    here = _trained_here(trainer)
+    here = process_of(trainer)
     if end is not None and not here:
         return {"state": end["outcome"], "why": end["error"]}
-    if here is False:
+    if here == 0:
         return {"state": "killed", "why": f"{trainer} is gone, and did not say how it ended"}
     # A resumed run's last event is the end of its last part until it begins.
     state = "running" if events and end is None else "starting"
     return {"state": state, "why": trainer if here else f"by its record: {trainer}"}
 
 
-def _trained_here(trainer: str) -> bool | None:
-    """Whether the process that holds a run lives; None if it is on another machine, where this one cannot look."""
+def process_of(trainer: str) -> int | None:
+    """The process of a run's ``holder`` if it lives on this machine; 0 if it is gone, None if it is on another one."""
     found = re.fullmatch(r"process (\d+) on (\S+) since (.+)", trainer)
     if found is None:
-        return False
+        return 0
     pid, host, since = int(found[1]), found[2], found[3]
     if host != socket.gethostname():
         return None
     if not running(pid):
-        return False
-    began_s = started_at(pid) / os.sysconf("SC_CLK_TCK")
-    if not began_s:  # the system does not tell
-        return True
-    up_s = float(Path("/proc/uptime").read_text().split()[0])
-    return time.time() - up_s + began_s <= datetime.fromisoformat(since).timestamp() + 1  # else another took its number
+        return 0
+    if not (ticks := started_at(pid)):  # the system does not tell
+        return pid
+    boot = time.time() - float(Path("/proc/uptime").read_text().split()[0])
+    began = boot + ticks / os.sysconf("SC_CLK_TCK")
+    return pid if began <= datetime.fromisoformat(since).timestamp() + 1 else 0  # else another one took its number
 
 
 def _goal(run: Path) -> int | None:

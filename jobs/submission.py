@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +85,10 @@ class Jobs:
             return self._client.get_job_info(job)
 
     def log(self, job: str) -> str:
-        with self._explained():
+        """All of it so far; empty if its node does not answer, or is gone."""
+        with suppress(ZeroppError), self._explained():
             return str(self._client.get_job_logs(job))
+        return ""
 
     def stop(self, job: str) -> None:
         """Ask for it; the end is to be waited for."""
@@ -97,27 +99,27 @@ class Jobs:
         """Show the job's log from its start to its end, and say how it ended.
 
         The log is read after the job's record says that it has ended, so its last lines are there. A cluster that does
-        not answer is asked again for :data:`LOST_S` seconds. Logs of runs are short: a line every five seconds at
-        most.
+        not answer is asked again for :data:`LOST_S` seconds; then ZeroppError. Logs of runs are short: a line every
+        five seconds at most.
         """
-        shown, answered = 0, time.monotonic()
+        log, answered = "", time.monotonic()
         while True:
-            took = time.monotonic()
+            began = time.monotonic()
             try:
                 info = self.info(job)
-                log = self.log(job) if info.status.is_terminal() or info.driver_node_id else ""
-            except ZeroppError:
-                if time.monotonic() - answered > LOST_S:
-                    raise
+            except ZeroppError as error:
+                if began - answered > LOST_S:
+                    raise ZeroppError(f"{error}; the job may well go on") from None
                 sleep(EVERY_S)
                 continue
-            answered = time.monotonic()
-            if len(log) > shown:
-                show(log[shown:])
-                shown = len(log)
-            if info.status.is_terminal():
+            answered, ended = time.monotonic(), info.status.is_terminal()
+            if ended or info.driver_node_id:
+                shown, log = len(log), self.log(job) or log
+                if len(log) > shown:
+                    show(log[shown:])
+            if ended:
                 return outcome(info, log)
-            sleep(max(EVERY_S, 10 * (answered - took)))
+            sleep(max(EVERY_S, 10 * (time.monotonic() - began)))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from jobs.package import Package, pack
 from jobs.report import plan_table, size
 from jobs.train import named
 from zeropp_ray import __version__
+from zeropp_ray.checkpoint.manifest import CHECKPOINTS
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.files import expanded
@@ -167,7 +168,8 @@ def _new(config: RunConfig) -> _Run:
 def _resumed(folder: str, overrides: Sequence[str]) -> _Run:
     """Its checkpoint is read on the cluster; what is wrong with ``overrides`` is told there."""
     settings = [word for setting in overrides for word in ("--set", setting)]
-    return _Run(Path(folder).name, folder, ["--resume", folder, *settings], {})
+    run = Path(folder).parent.parent if Path(folder).parent.name == CHECKPOINTS else Path(folder)
+    return _Run(run.name, str(run), ["--resume", folder, *settings], {})
 
 
 def follow_job(jobs: Jobs, job: str, at: str) -> NoReturn:

@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from jobs.submit import RUN_FILE
 from zeropp_ray.config import load_config
 from zeropp_ray.errors import ConfigError, ZeroppError
 
+ROOT = Path(__file__).parent.parent
 SETTINGS = ["--set", "model.dim=32", "--set", "model.heads=2", "--set", "model.seq_len=32"]
 
 
@@ -59,7 +61,7 @@ class Cluster:
 
     def get_job_info(self, _: str) -> Any:
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
-        if isinstance(look, Exception):
+        if isinstance(look, BaseException):
             raise look
         self.log = look[1]
         return look[0]
@@ -292,7 +294,7 @@ def test_a_log_is_followed_to_its_true_end(cluster: Cluster) -> None:
 def test_a_cluster_that_is_gone_is_not_followed_for_ever(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "LOST_S", -1.0)
     cluster.looks = [ConnectionError("refused")]
-    with pytest.raises(ZeroppError, match="no dashboard of a Ray cluster answers there"):
+    with pytest.raises(ZeroppError, match=r"no dashboard of a Ray cluster answers there.*the job may well go on"):
         Jobs(None).follow("first-1", print)
 
 
@@ -304,8 +306,7 @@ def test_follow_exits_as_the_run_did(cluster: Cluster) -> None:
 
 
 def test_an_interrupt_leaves_the_job_running(cluster: Cluster) -> None:
-    cluster.looks = [KeyboardInterrupt()]  # type: ignore[list-item]
-    cluster.get_job_info = lambda _: (_ for _ in ()).throw(KeyboardInterrupt())  # type: ignore[method-assign]
+    cluster.looks = [KeyboardInterrupt()]
     result = submit("--follow")
     assert result.exit_code == 130
     assert "the job goes on; follow it again: zeropp logs first-" in result.output
@@ -325,6 +326,36 @@ def test_stop_waits_and_says_what_was_saved(cluster: Cluster) -> None:
     assert result.exit_code == 0, result.output
     assert "stopped after step 7, which is saved" in result.output
     assert "zeropp submit --resume /r/first" in result.output
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from actors.events import append_end
+from actors.locks import only_job
+from actors.stopping import StopSignals
+
+run, asked = Path(sys.argv[1]), []
+with StopSignals() as stop, only_job(run):
+    stop.hand_to(lambda: asked.append(1))
+    print(flush=True)
+    while not asked:
+        time.sleep(0.01)
+    append_end(run, "stopped", 75, "stopped after step 7, which is saved")
+"""
+
+
+def test_a_run_of_this_machine_is_stopped_by_its_process(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", TRAINER, "runs/first"], stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    process.stdout.readline()
+    threading.Thread(target=process.communicate).start()  # or it stays as a zombie
+    result = run("stop", "first")
+    assert result.exit_code == 0, result.output
+    assert "stopped: stopped after step 7, which is saved" in result.output
+    assert not cluster.stopped
 
 
 def test_stop_fails_if_nothing_was_saved(cluster: Cluster) -> None:
@@ -354,7 +385,7 @@ def entry(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         env={**os.environ, **more},
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
     )
 
 
