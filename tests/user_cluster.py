@@ -27,13 +27,13 @@ class UserCluster:
     def __init__(self, cpus: int = 4, **environment: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="zc-", dir="/tmp"))  # short: sockets of Ray lie in it
         with ExitStack() as held:
-            port, dashboard = (_free_port(held) for _ in range(2))
+            port, dashboard, client = (_free_port(held) for _ in range(3))
         self.address = f"http://127.0.0.1:{dashboard}"
         self._environment = environment
         options = {
             **{"--port": port, "--dashboard-port": dashboard, "--dashboard-host": "127.0.0.1", "--num-cpus": cpus},
             **{"--temp-dir": self.folder / "ray", "--object-store-memory": 100 * 2**20, "--metrics-export-port": 0},
-            **{"--include-dashboard": "true", "--dashboard-agent-listen-port": 0, "--ray-client-server-port": 0},
+            **{"--include-dashboard": "true", "--dashboard-agent-listen-port": 0, "--ray-client-server-port": client},
         }
         words = [str(word) for pair in options.items() for word in pair]
         with (self.folder / "log").open("wb") as log:
