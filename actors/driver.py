@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ import ray
 from actors.checkpoints import Checkpoints
 from actors.draining import DrainWatch
 from actors.events import append_event
-from actors.failure import MemberFault
+from actors.failure import MemberFault, quietly
 from actors.folder import RunFolder
 from actors.health import Slowness
 from actors.injection import carry_out, corrupt
@@ -60,9 +60,9 @@ class RunDriver:
         """Train to the end; call it with ``num_returns="streaming"``. Yields what happened, at most every
         :data:`TELL_S` seconds. ``inject``: faults to put in.
 
-        The first event is ``{"kind": "started"}``, the last ``{"kind": "done", "summary": …}``, ``{"kind": "stopped",
-        "step": …, "error": …, "why": …}`` or ``{"kind": "failed", "error": cause, "exit_code": …, "early": whether a
-        member failed before the first step}``; by then nothing of the run is left.
+        ``{"kind": "started"}`` comes before the first step. The last event is ``{"kind": "done", "summary": …}``,
+        ``{"kind": "stopped", "step": …, "error": …, "why": …}`` or ``{"kind": "failed", "error": cause, "exit_code": …,
+        "early": whether a member failed before the first step}``; by then nothing of the run is left.
         """
         run = Run(RunConfig.from_dict(config), plan, folder, data, inject)
         try:
@@ -117,11 +117,8 @@ class Run:
 
     @contextmanager
     def members(self) -> Iterator[None]:
-        """Place, start, build and join all members; kill them and remove the placement group in the end."""
+        """Whatever there is of members inside is killed in the end, and their place in the cluster given back."""
         try:
-            self._members.place()
-            self._members.start()
-            self._members.join()
             yield
         finally:
             self._members.end()
@@ -130,6 +127,8 @@ class Run:
 
     def train(self) -> Iterator[Event]:
         """All steps, evaluations, checkpoints, recoveries and the record. Leaves :attr:`outcome`."""
+        yield from self._members.start()
+        self._members.join()
         self._progress = self._begin()
         self._marks[self._progress.step] = self._progress
         self._draining = DrainWatch(self._members.nodes)
@@ -301,6 +300,8 @@ class Run:
 
     def evaluate(self, rounds: int) -> Loss:
         """Of the checkpoint that the run begins with; nothing is trained or written."""
+        quietly(self._members.start())
+        self._members.join()
         self._members.call("load_weights", self._folder.resume, timeout_s=self._limit_s)
         return self._evaluate(rounds)
 
@@ -344,7 +345,7 @@ class Run:
                 raise
             yield {"kind": "log", "text": f"{fault}; the others wait"}
             try:
-                action = self._fill(fault.lost)
+                action = yield from self._fill(fault.lost)
                 self._members.join(self._faults.due_in_recovery() if self._faults is not None else None)
                 source = self._restore()
                 break
@@ -365,11 +366,11 @@ class Run:
         append_event(self._folder.path, event)
         yield event
 
-    def _fill(self, lost: Sequence[Member]) -> str:
+    def _fill(self, lost: Sequence[Member]) -> Generator[Event, None, str]:
         """Free all that live from what they wait for, and give the ``lost`` successors; how, in a word."""
         gone = self._members.clear(lost)
         self._lost |= set(gone)
-        return self._members.replace(gone)
+        return (yield from self._members.replace(gone))
 
     def _restore(self) -> Source:
         """Take all members back to the newest state there is. They have joined."""

@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -23,6 +23,7 @@ from zeropp_ray.errors import MemberError, ZeroppError
 from zeropp_ray.layout import Member
 from zeropp_ray.schedule import Action
 
+T = TypeVar("T")
 Event = dict[str, Any]
 Programs = Sequence[Sequence[Action]]
 
@@ -218,8 +219,8 @@ class Watch:
         return MemberFault(f"{member} failed in {place}: {text}", "error", at=place, evidence=text, trace=trace)
 
 
-def quietly(watched: Generator[Event, None, list[Any]]) -> list[Any]:
-    """The results of watched calls that do not take long: what happens on the way is not told."""
+def quietly(watched: Generator[Event, None, T]) -> T:
+    """What a generator of events returns, such as watched calls that do not take long: the events are not told."""
     while True:
         try:
             next(watched)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -12,15 +11,17 @@ from dataclasses import asdict
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from actors.failure import TICK_S, MemberFault, Programs, Watch, quietly
+from actors.assignment import beside_their_buddies, stages_across_nodes
+from actors.events import append_event
+from actors.failure import TICK_S, Programs, Watch, quietly
 from actors.folder import RunFolder
 from actors.nodes import ANSWER_S, Nodes
+from actors.room import Bundle, Room
 from actors.stage_group import MemberHandle, StageGroup, start_worker
 from actors.worker import Orders
+from zeropp_ray.comm.interface import AUTO, LOOPBACK, choose
 from zeropp_ray.config import RunConfig
-from zeropp_ray.errors import ZeroppError
 from zeropp_ray.layout import Member
 
 Event = dict[str, Any]
@@ -28,7 +29,6 @@ Event = dict[str, Any]
 WARM_S = 5.0  # how long a spare that still starts is waited for
 STUCK_S = 3.0  # how long a member may still wait for a transfer after all have left the epoch
 FREE_S = 20.0  # how long members may take to come free of an epoch: longer than to form one
-PLACE_S = 60.0  # how long the members' bundles are waited for
 START_S = 120.0  # how long members may take to start and to build
 NONE = Orders()
 
@@ -43,9 +43,11 @@ class Members:
         self.watch = Watch(config, self.all, self._nodes, folder)
         self.epoch = -1
         self._stages: list[StageGroup] = []
-        self._spares: list[tuple[Any, Any, int]] = []  # actor, the reference of its identity once it is warm, bundle
+        self._spares: list[tuple[Any, Any, Bundle]] = []  # actor, the reference of its identity once it is warm, place
         self._store: Any = None  # the rendezvous of the epoch at hand
-        self._group: PlacementGroup | None = None
+        self._room = Room(config, plan.layout)
+        self._room.stopped = folder.stop.exists
+        self._spare_bundles: list[Bundle] = []  # of spares that are not started yet
         self._evaluating = False
         self._unbuilt: set[Member] = set()  # successors that are not yet what they shall be
 
@@ -58,39 +60,58 @@ class Members:
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
-    def place(self) -> None:
-        """Find room for all. Raises ZeroppError if there is none."""
-        cpus, size = self._config.resources.cpus, self._plan.layout.size + self._config.recovery.spares
-        name = group_name(self._config)
-        group = placement_group([{"CPU": cpus}] * size, strategy="PACK", name=name)
-        self._group = group
-        if not group.wait(PLACE_S):
-            free = ray.available_resources().get("CPU", 0)
-            raise ZeroppError(
-                f"{size} members of {cpus:g} CPUs each found no place within {PLACE_S:g} s: the cluster has {free:g} "
-                "CPUs free; wait until others finish, add nodes, or lower resources.cpus"
-            )
+    def start(self) -> Generator[Event, None, None]:
+        """Find room for all, start them and build them. Yields what is waited for, and where they are.
 
-    def start(self) -> None:
-        """Start all and build them."""
-        assert self._group is not None
-        layout = self._plan.layout
-        bundles: dict[int, list[Any]] = {p: [] for p in range(layout.stages)}
-        for bundle, me in enumerate(layout.members()):
-            bundles[me.p].append((me, bundle))
-        cpus = self._config.resources.cpus
-        self._stages = [StageGroup(p, members, self._group, cpus) for p, members in bundles.items()]
+        Raises ZeroppError if there is no room.
+        """
+        held, self._spare_bundles = yield from self._room.take(spares=self._config.recovery.spares)
+        layout, cpus = self._plan.layout, self._config.resources.cpus
+        by_stage: dict[int, list[tuple[Member, Bundle]]] = {p: [] for p in range(layout.stages)}
+        for me in layout.members():
+            by_stage[me.p].append((me, held[me]))
+        self._stages = [StageGroup(p, members, cpus) for p, members in by_stage.items()]
         self.all += [member for stage in self._stages for member in stage.members]
-        for member, identity in zip(self.all, self.call("identify", timeout_s=START_S), strict=True):
+        interface = self._config.resources.interface
+        for member, identity in zip(self.all, self.call("identify", interface, timeout_s=START_S), strict=True):
             member.identity = identity
         self._nodes.watch(set(self.nodes()))
         self._write()
+        yield self._placement()
         self.build(self.all)
 
     def start_spares(self) -> None:
         """Once the run has begun, so that it does not wait for them."""
-        for i in range(self._config.recovery.spares):
-            self._spare(self._plan.layout.size + i)
+        for bundle in self._spare_bundles:
+            self._spare(bundle)
+
+    def _placement(self) -> Event:
+        """Where the members are and listen, and what crosses nodes; told to the run's events too."""
+        layout, where, hosts = self._plan.layout, self._where(), self.nodes()
+        nodes = []
+        for node, host in hosts.items():
+            here = [member for member in self.all if member.identity and member.identity.node_id == node]
+            members = [list(member.me) for member in here]
+            nodes.append({"host": host, "node_id": node, "address": self._address(here[0]), "members": members})
+        event = {
+            "kind": "placement",
+            "nodes": nodes,
+            "stages_across_nodes": len(stages_across_nodes(layout, where)),
+            "beside_their_buddies": len(beside_their_buddies(layout, where)),
+        }
+        append_event(self._folder.path, event)
+        return event
+
+    def _where(self, but: Sequence[MemberHandle] = ()) -> dict[Member, str]:
+        """The node of each member, ``but`` of some."""
+        return {member.me: member.bundle.node for member in self.all if member not in but and member.bundle}
+
+    def _address(self, of: MemberHandle | None = None) -> str:
+        """Where a member listens in the next epoch, or this process: a run on one machine has no need of a network."""
+        setting, here = self._config.resources.interface, ray.util.get_node_ip_address()
+        if setting == AUTO and {here, *self.nodes().values()} == {here}:
+            return LOOPBACK
+        return of.identity.address if of is not None and of.identity is not None else choose(setting, here).address
 
     def build(self, members: Sequence[MemberHandle]) -> None:
         """Make ``members`` what they are, with the weights of the start."""
@@ -100,14 +121,13 @@ class Members:
         )
 
     def join(self, faults: Mapping[Member, Any] | None = None) -> None:
-        """Form a new epoch around a rendezvous store of its own, on a port that it binds itself."""
-        import torch.distributed as dist
-
-        from zeropp_ray.comm.gloo import Rendezvous
+        """Form a new epoch around a rendezvous store of its own."""
+        from zeropp_ray.comm.gloo import Rendezvous, serve
 
         self.epoch += 1
-        host, timeout_s = ray.util.get_node_ip_address(), self._config.resources.step_timeout_s
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        timeout_s = self._config.resources.step_timeout_s
+        host = self._address()
+        self._store = serve(host)
         at = Rendezvous(host=host, port=self._store.port, epoch=self.epoch, timeout_s=timeout_s)
         orders = {me: Orders(fault=fault) for me, fault in (faults or {}).items()}
         self.call("join", at, self._plan.layout, timeout_s=timeout_s, orders=orders)
@@ -125,8 +145,7 @@ class Members:
         for node, processes in by_node.items():
             self._nodes.kill(node, processes)
         self._nodes.end()
-        if self._group is not None:
-            remove_placement_group(self._group)
+        self._room.end()
         shutil.rmtree(self._folder.scratch, ignore_errors=True)
         self._store = None
 
@@ -201,62 +220,96 @@ class Members:
         self._kill([member for member in left if member.me in gone])
         return [member.me for member in self.all if member.me in gone]
 
-    def replace(self, lost: Sequence[Member]) -> str:
-        """Fill the places of the ``lost``: with spares while there are any, else with new actors in the same bundles,
-        which Ray moves if their node is gone. Returns which, ``spare`` or ``replace``; ``retry`` if all are there.
+    def replace(self, lost: Sequence[Member]) -> Generator[Event, None, str]:
+        """Fill the places of the ``lost``: with spares while there are any, else with new actors in the same bundles;
+        if their node is gone, on others. Returns which, ``spare`` or ``replace``; ``retry`` if all are there.
+
+        Yields what is waited for. Raises ZeroppError if there is no room for a successor.
         """
-        fresh, how = [], "retry"
-        for member in [member for member in self.all if member.me in set(lost)]:
-            if (spare := self._warm_spare()) is not None:
-                member.actor, ready, taken = spare
-                self._spare(member.bundle)  # in the place that is free now
-                member.bundle, how = taken, "spare"
-            else:
-                assert self._group is not None
-                member.actor = start_worker(self._group, member.bundle, self._config.resources.cpus)
-                ready, how = member.actor.identify.remote(), "replace" if how == "retry" else how
+        members = [member for member in self.all if member.me in set(lost)]
+        gone = self._gone(members)
+        how = "replace" if members else "retry"
+        ready: dict[Member, Any] = {}
+        homeless = []
+        for member in members:
             member.identity = None
-            fresh.append((member, ready))
-        members = [member for member, _ in fresh]
+            assert member.bundle is not None
+            if (spare := self._warm_spare(member)) is not None:
+                left, how = member.bundle, "spare"
+                member.actor, ready[member.me], member.bundle = spare
+                if left.node not in gone:
+                    self._spare(left)  # in the place that is free now
+            elif member.bundle.node in gone:
+                homeless.append(member)
+            else:
+                ready[member.me] = self._start_again(member, member.bundle)
+        if homeless:
+            held, _ = yield from self._room.take(self._where(but=homeless), avoid=gone)
+            for member in homeless:
+                ready[member.me] = self._start_again(member, held[member.me])
         self._unbuilt |= {member.me for member in members}
-        try:
-            identities = self.await_all([ready for _, ready in fresh], members)
-        except MemberFault as fault:
-            if fault.cause != "hang":
-                raise
-            free, names = ray.available_resources().get("CPU", 0), ", ".join(str(member.me) for member in members)
-            raise ZeroppError(
-                f"no room for a successor of {names} within {START_S:g} s: the cluster has {free:g} CPUs free; add "
-                f"nodes, and go on with: zeropp train --resume {shlex.quote(str(self._folder.path))}"
-            ) from None
+        identities = self.await_all([ready[member.me] for member in members], members)
         for member, identity in zip(members, identities, strict=True):
             member.identity = identity
         self._nodes.watch(set(self.nodes()))
         self.build(members)
         self._unbuilt.clear()
         self._write()
+        while len(self._spares) < self._config.recovery.spares:  # those of a lost node
+            bundle = self._room.take_now(self._where(), avoid=gone)
+            if bundle is None:
+                break
+            self._spare(bundle)
+        if homeless:
+            yield self._placement()
         return how
 
-    def _warm_spare(self) -> tuple[Any, Any, int] | None:
-        """A spare that is there. One that died is started again; one that still starts may wait for a node."""
+    def _start_again(self, member: MemberHandle, bundle: Bundle) -> Any:
+        """A new actor for ``member``; the reference of its identity."""
+        member.actor, member.bundle = start_worker(bundle, self._config.resources.cpus), bundle
+        return member.actor.identify.remote(self._config.resources.interface)
+
+    def _gone(self, lost: Sequence[MemberHandle]) -> set[str]:
+        """Nodes that are gone with ``lost`` members or spares: what was held there is given up.
+
+        Those where others live are not, whatever they answer.
+        """
+        alive = set(self._where(but=lost).values())
+        suspects = {member.bundle.node for member in lost if member.bundle} | {
+            bundle.node for *_, bundle in self._spares
+        }
+        gone = {node for node in suspects - alive if not self._nodes.answers(node)}
+        for node in gone:
+            self._room.give_up(node)
+        self._spares = [spare for spare in self._spares if spare[2].node not in gone]
+        return gone
+
+    def _warm_spare(self, lost: MemberHandle) -> tuple[Any, Any, Bundle] | None:
+        """A spare that is there, for the place of ``lost``: on the same node if there is one, else away from its
+        buddies. One that died is started again; one that still starts may wait for a node.
+        """
         if self._spares:  # it is ahead of a new one
             ray.wait([ready for _, ready, _ in self._spares], timeout=WARM_S)
-        for spare in list(self._spares):
+        where, ring = self._where(), set(self._plan.layout.ring(lost.me)) - {lost.me}
+        others = {where[me] for me in ring}
+        assert lost.bundle is not None
+        there = lost.bundle.node
+        for spare in sorted(self._spares, key=lambda spare: (spare[2].node != there, spare[2].node in others)):
             actor, ready, bundle = spare
             if not ray.wait([ready], timeout=0)[0]:
                 continue
             self._spares.remove(spare)
-            alive = actor.identify.remote()
+            alive = actor.identify.remote(self._config.resources.interface)
             if ray.wait([alive], timeout=ANSWER_S)[0] and _answered(alive):
                 return spare
             ray.kill(actor, no_restart=True)
             self._spare(bundle)
         return None
 
-    def _spare(self, bundle: int) -> None:
-        assert self._group is not None
-        actor = start_worker(self._group, bundle, self._config.resources.cpus)
-        self._spares.append((actor, actor.warm.remote(), bundle))
+    def _spare(self, bundle: Bundle) -> None:
+        self._nodes.watch({bundle.node})
+        actor = start_worker(bundle, self._config.resources.cpus)
+        self._spares.append((actor, actor.warm.remote(self._config.resources.interface), bundle))
 
     def _kill(self, members: Sequence[MemberHandle]) -> None:
         """By signal too, and until they are gone: a stopped process outlives ``ray.kill`` with all it holds."""
@@ -274,11 +327,6 @@ class Members:
         with suppress(OSError):
             path = self._folder.path / "members.json"
             path.write_text(json.dumps(members, indent=1) + "\n", encoding="utf-8")
-
-
-def group_name(config: RunConfig) -> str:
-    """Of a run's placement group."""
-    return f"zeropp-{config.run.name}"
 
 
 def _answered(call: Any) -> bool:

@@ -71,6 +71,9 @@ class Nodes:
             return look(places)
         return self._ask(node, "look", places, ANSWER_S)
 
+    def answers(self, node: str) -> bool:
+        return self.look(node, []) is not None
+
     def kill(self, node: str, processes: list[tuple[int, int]]) -> None:
         """End processes of ``node``. If it does not answer, they are gone with it, or cannot be reached."""
         if node == self._here:

@@ -134,6 +134,8 @@ def cluster(config: RunConfig, address: str | None, on_event: Callable[[Event], 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
+    from actors.room import check_room
+
     needed = (config.parallel.members + config.recovery.spares) * config.resources.cpus
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is None:
@@ -158,13 +160,7 @@ def cluster(config: RunConfig, address: str | None, on_event: Callable[[Event], 
                 f"--address {address}: no Ray cluster answers there: {str(error).splitlines()[0]}"
             ) from error
     try:
-        have = ray.cluster_resources().get("CPU", 0)
-        if have < needed:
-            raise ConfigError(
-                f"resources.cpus = {config.resources.cpus:g}: {config.parallel.members} members need {needed:g} CPUs "
-                f"and the cluster has {have:g}; lower resources.cpus, parallel.stages, parallel.shards or "
-                "parallel.replicas, or add nodes"
-            )
+        check_room(config)
         yield
     finally:
         ray.shutdown()

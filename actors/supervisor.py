@@ -1,7 +1,7 @@
 """The job process as supervisor: when the driver of a run dies, it makes room for another, which goes on from disk.
 
 Ray ends the members of a dead driver within a tenth of a second, so that no state in memory is left. The placement
-group it does not end before the job.
+groups it does not end before the job.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import remove_placement_group
 
 from actors.events import append_event
 from actors.folder import RunFolder
 from actors.locks import last_driver, without_driver
-from actors.members import group_name
 from actors.nodes import Nodes
 from actors.progress import read_progress
 from actors.recovery import History, choose_source, judge
+from actors.room import remove_groups
 from zeropp_ray.checkpoint.reader import latest
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
@@ -122,8 +121,7 @@ class Supervisor:
 
     def _clear(self) -> None:
         """Have nothing of the dead driver left that holds a place in the cluster or writes into the run's folder."""
-        with suppress(ValueError):  # there is none
-            remove_placement_group(ray.util.get_placement_group(group_name(self._config)))
+        remove_groups(self._config)
         nodes, alive = Nodes(), {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         members = defaultdict(list)
         with suppress(OSError, ValueError):  # it died before it wrote them

@@ -14,6 +14,7 @@ import ray
 from actors.folder import RunFolder
 from actors.processes import started_at
 from actors.progress import BETWEEN, EVALUATION, START, ProgressFile
+from zeropp_ray.comm.interface import LOOPBACK, choose
 from zeropp_ray.faults import Fault, Sockets, Trigger
 from zeropp_ray.layout import Member
 
@@ -23,12 +24,16 @@ BEAT_S = 0.5  # between them, at most
 
 @dataclass(frozen=True)
 class Identity:
-    """Which process a member is; ``started``: when, see processes.py."""
+    """Which process a member is; ``started``: when, see processes.py. ``address`` and ``interface``: what it listens
+    on, unless the run is on one machine.
+    """
 
     pid: int
     started: int
     host: str
     node_id: str
+    address: str
+    interface: str
 
 
 @dataclass(frozen=True)
@@ -57,18 +62,23 @@ class StageWorker:
         self._sockets = Sockets()
         self._stepped = False
 
-    def identify(self) -> Identity:
-        pid = os.getpid()
+    def identify(self, interface: str) -> Identity:
+        """``interface``: the setting. ConfigError if this machine has none like it."""
+        pid, host = os.getpid(), ray.util.get_node_ip_address()
+        self._listens = choose(interface, host)
+        # NCCL looks for its own; "=" is for a name in full.
+        if self._listens.name:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={self._listens.name}")
         node_id = ray.get_runtime_context().get_node_id()
-        return Identity(pid, started_at(pid), ray.util.get_node_ip_address(), node_id)
+        return Identity(pid, started_at(pid), host, node_id, self._listens.address, self._listens.name)
 
-    def warm(self) -> Identity:
+    def warm(self, interface: str) -> Identity:
         """Import what a member needs, which takes most of its start."""
         import zeropp_ray.comm.gloo
         import zeropp_ray.data.corpus
         import zeropp_ray.member  # noqa: F401
 
-        return self.identify()
+        return self.identify(interface)
 
     def build(self, me: Member, config: dict[str, Any], plan: Any, folder: RunFolder, identity: dict[str, Any]) -> None:
         """Make the member ``me``: its chunks, data and progress file. Again to begin anew, with the first weights.
@@ -100,7 +110,7 @@ class StageWorker:
         if text is None:
             corpus = load_corpus(run)
             if identity_of(corpus) != identity:
-                here = self.identify().host
+                here = ray.util.get_node_ip_address()
                 raise ConfigError(
                     f"data.path = {run.data.path!r}: the text on {here} is not the one of the run's start"
                 )
@@ -119,8 +129,10 @@ class StageWorker:
 
         self._begin(orders=orders)
         self._reached("recovery")
+        # Where the driver meets at the loopback address all are on one machine.
+        host = LOOPBACK if rendezvous.host == LOOPBACK else self._listens.address
         with self._sockets.made():
-            links = connect(rendezvous, layout, self._me, host=ray.util.get_node_ip_address())
+            links = connect(rendezvous, layout, self._me, host=host)
         self._member.join(links)
 
     def _begin(self, step: int = BETWEEN, orders: Orders = NONE) -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -100,6 +101,27 @@ def recovery_line(event: Mapping[str, Any]) -> str:
     )
 
 
+def placement_lines(event: Mapping[str, Any]) -> str:
+    """Where the members are and listen, and what crosses the network."""
+    nodes = event["nodes"]
+    lines = [f"on {node['host']}, listening on {node['address']}: {_members(node['members'])}" for node in nodes]
+    if len(nodes) > 1:
+        split, together = event["stages_across_nodes"], event["beside_their_buddies"]
+        gathers = f"gathers of {split} stages cross nodes" if split else "gathers stay on a node"
+        copies = f"{together} members are on the node of their buddy" if together else "all buddies are on other nodes"
+        lines.append(f"{gathers}; {copies}")
+    return "\n".join(lines)
+
+
+def _members(members: Sequence[Sequence[int]]) -> str:
+    """The members (p, f, r) of a node, by stage."""
+    stages = Counter((p, r) for p, _, r in members)
+    replicas = len({r for _, r in stages}) > 1
+    return ", ".join(
+        f"{count} of stage {p}" + (f" replica {r}" if replicas else "") for (p, r), count in sorted(stages.items())
+    )
+
+
 class Reporter:
     """Turns the events of a run into lines: one that is rewritten on a terminal, few plain ones elsewhere."""
 
@@ -127,6 +149,8 @@ class Reporter:
             self.line(f"step {event['step']}  checkpoint {event['path']}")
         elif kind == "recovery":
             self.line(recovery_line(event))
+        elif kind == "placement":
+            self.line(placement_lines(event))
         elif kind == "log":
             self.line(event["text"])
 

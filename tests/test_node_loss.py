@@ -29,6 +29,13 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 
 def test_a_lost_node_is_replaced_by_another(runs: Runs) -> None:
     hurt = runs.check((2, 1, 2, 1), "node stage=1 step=8", recovery={"hang_s": 5.0, "suspect_s": 3.0})
+    before, after = [event for event in hurt.events if event["kind"] == "placement"]
+    for placement in (before, after):  # a stage on each of two nodes, so that buddies are elsewhere
+        assert [sorted(p for p, _, _ in node["members"]) for node in placement["nodes"]] == [[0, 0], [1, 1]]
+        assert placement["stages_across_nodes"] == placement["beside_their_buddies"] == 0
+    at_first, then = ([node["node_id"] for node in placement["nodes"]] for placement in (before, after))
+    assert at_first[0] == then[0]
+    assert then[1] not in at_first  # the third one
     (recovery,) = hurt.recoveries
     assert recovery["source"] == "copies"
     assert recovery["member"].count("stage 1 ") == 2

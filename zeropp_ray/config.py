@@ -23,6 +23,7 @@ from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import tomli_w
 
+from zeropp_ray.comm.interface import is_setting
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.presets import FAMILIES, PRESETS
 from zeropp_ray.schedule.costs import Costs
@@ -373,11 +374,31 @@ class ResourcesSection(_Section):
     step_timeout_s: float = setting(
         600.0, "a step, an evaluation or a transfer that takes longer has failed", "seconds"
     )
+    labels: dict[str, str] = field(
+        default_factory=dict, hash=False, metadata={"help": "members go to nodes with these labels only", "unit": ""}
+    )
+    wait_s: float = setting(
+        0.0,
+        "how long members wait for room in the cluster; 0: 600, but not for nodes that nothing would add",
+        "seconds",
+    )
+    interface: str = setting(
+        "auto",
+        "network interface of the members: name, address or network, 10.0.0.0/8; auto: Ray's, or on one machine lo",
+    )
     measure_memory: bool = setting(False, "measure every member's tensor memory in the second step, which then is slow")
 
     def _check(self) -> None:
         self._require(self.cpus > 0, "cpus", "must be above 0, such as 1 or 0.5")
         self._require(self.step_timeout_s > 0, "step_timeout_s", "must be above 0, such as 600")
+        self._at_least(0, "wait_s")
+        texts = all(isinstance(value, str) for value in self.labels.values())
+        self._require(texts, "labels", 'expected texts, such as {"ray.io/accelerator-type" = "H100"}')
+        self._require(
+            is_setting(self.interface),
+            "interface",
+            "expected 'auto', the name of an interface, its address, or a network such as 10.0.0.0/8",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -499,7 +520,8 @@ class RunConfig:
         for name in SECTIONS:
             lines.append(f"[{name}]")
             section = getattr(self, name)
-            for item in dataclasses.fields(section):
+            # A table ends the section, so it comes last.
+            for item in sorted(dataclasses.fields(section), key=lambda item: item.type.startswith("dict")):
                 value, unit = getattr(section, item.name), item.metadata["unit"]
                 if isinstance(value, dict):
                     text = tomli_w.dumps({name: {item.name: value}}).rstrip()

@@ -11,7 +11,9 @@ point-to-point transfers:
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -171,11 +173,21 @@ class Rendezvous:
     form_s: float = 15.0
 
 
+def serve(host: str) -> dist.TCPStore:
+    """A store for a rendezvous, on a port of the address ``host`` and of no other; it ends with its last reference."""
+    with socket.create_server((host, 0)) as listening:  # left to itself it listens on all addresses
+        port = listening.getsockname()[1]
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
+        )
+
+
 def connect(at: Rendezvous, layout: Layout, me: Member, *, host: str) -> Links:
     """Form this member's groups and prove each with an all-reduce of a known answer.
 
-    ``host`` is the address of this member's network interface. Every member of the epoch calls this once, in any order.
-    Raises PeerLost when the driver or a peer does not come within ``form_s``, RuntimeError when the proof fails.
+    ``host`` is the address of this member's network interface, the only one it listens on. Every member of the epoch
+    calls this once, in any order. Raises PeerLost when the driver or a peer does not come within ``form_s``,
+    RuntimeError when the proof fails.
     """
     forming = timedelta(seconds=at.form_s)
     gloo: Any = dist.ProcessGroupGloo  # its type stubs lack half of what it has
