@@ -36,6 +36,12 @@ _LETTERS = (
 @click.option("--inter", default="", help="Link between nodes, such as ib400.  [default: usual for the device]")
 @click.option("--seq", type=int, default=0, help="Tokens of a sequence.  [default: the context, 8192 at most]")
 @click.option("--global-batch", type=int, default=0, help="Sequences a step.  [default: 1024, or the configuration's]")
+@click.option(
+    "--costs",
+    "cost_file",
+    type=click.Path(path_type=Path),
+    help="What tasks take, from a file of `zeropp profile`.  [default: the configuration's, else from FLOPs]",
+)
 @click.option("--top", type=int, default=5, show_default=True, help="How many plans to show.")
 @click.option("--write", type=click.Path(path_type=Path), help="Write the best plan as a configuration for `train`.")
 def plan(
@@ -48,23 +54,26 @@ def plan(
     inter: str,
     seq: int,
     global_batch: int,
+    cost_file: Path | None,
     top: int,
     write: Path | None,
 ) -> None:
     """Search stages, chunks, shards, replicas, micro-batch, unit and recomputation for a model on given devices.
 
     Prints the fastest layouts whose memory fits, what the best one spends time, memory and traffic on, what would be
-    faster if it fitted, and the best layout of 3D parallelism (tensor x pipeline x data) under the same cost model and
-    for the same batch. Nothing is run or built; docs/planning.md says what the figures rest on.
+    faster if it fitted, other policies on the same mesh, and the best layout of 3D parallelism (tensor x pipeline x
+    data) under the same cost model and for the same batch. Nothing is run or built; docs/planning.md says what the
+    figures rest on.
 
     \b
     Examples:
       zeropp plan --model llama3-8b --gpus 8
       zeropp plan --model llama3-70b --gpus 64 --device h200 --global-batch 512
       zeropp plan --from run.toml --gpus 16 --device a100-80g --write best.toml
+      zeropp plan --from run.toml --device cpu --nodes 1 --costs costs.json
     """
-    from zeropp_ray.planner.cost_model import estimate
     from zeropp_ray.planner.hardware import cluster
+    from zeropp_ray.planner.rating import rated
     from zeropp_ray.planner.search import choice_of, search
 
     if top < 1:
@@ -78,13 +87,13 @@ def plan(
     batch = global_batch or (config.parallel.global_batch if file else 1024)
     if batch < 1:
         raise ConfigError(f"--global-batch = {batch}: must be at least 1")
-    sizes = _sizes(config, on.device.dtype)
-    found = search(sizes, on, batch, top)
+    sizes = _measured(_sizes(config, on.device.dtype), config, on.device.dtype, cost_file)
     layout = config.parallel
-    same = (
-        file is not None and layout.policy == "zeropp" and layout.members <= on.count and layout.global_batch == batch
-    )
-    click.echo(_report(found, estimate(sizes, on, choice_of(layout)) if same else None))
+    own = None
+    if file is not None and layout.members <= on.count and layout.global_batch == batch:
+        own = rated(sizes, on, choice_of(layout, sizes, on))
+    found = search(sizes, on, batch, top)
+    click.echo(_report(found, own))
     if write is not None:
         write.write_text(_chosen(config, found).to_toml(), encoding="utf-8")
         click.echo(f"\n{write} written: plan 1; see what it comes to with: zeropp config check {write}")
@@ -117,15 +126,26 @@ def _sizes(config: RunConfig, dtype: str) -> ModelSizes:
     return sizes_from(model, config.model.label, precision.compute.itemsize)
 
 
+def _measured(sizes: ModelSizes, config: RunConfig, dtype: str, file: Path | None) -> ModelSizes:
+    """The model with the times that were measured of it, if a file of them is named."""
+    path, name = (file, "--costs") if file is not None else (config.parallel.costs, "parallel.costs")
+    if not path:
+        return sizes
+    from zeropp_ray.planner.measured import measured
+
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype=dtype))
+    return dataclasses.replace(sizes, measured=measured(path, config, name))
+
+
 def _chosen(config: RunConfig, found: Plans) -> RunConfig:
     """The configuration with the best plan's layout, in the device's dtype."""
-    parallel = dataclasses.replace(config.parallel, **found.best[0].choice._asdict(), policy="zeropp", costs="")
+    parallel = dataclasses.replace(config.parallel, **found.best[0].choice._asdict(), costs="")
     train = dataclasses.replace(config.train, dtype=found.cluster.device.dtype, tokens_per_step=0)
     return dataclasses.replace(config, parallel=parallel, train=train)
 
 
 def _report(found: Plans, own: Estimate[Choice] | None) -> str:
-    from zeropp_ray.planner.cost_model import estimate
+    from zeropp_ray.planner.rating import rated
 
     best = found.best[0]
     rows: list[tuple[str, ...]] = [("", "layout", "devices", "step s", "tokens/s", "MFU", "bubble", "memory")]
@@ -134,7 +154,7 @@ def _report(found: Plans, own: Estimate[Choice] | None) -> str:
     rows += [_row("3D", found, found.rival)] if found.rival else []
     parts = [_given(found), "", _aligned(rows), _LETTERS, "", "Plan 1", *_details(best)]
     if best.choice.zero1:
-        plain = estimate(found.model, found.cluster, best.choice._replace(zero1=False))
+        plain = rated(found.model, found.cluster, best.choice._replace(zero1=False))
         more = plain.memory_bytes - best.memory_bytes
         slower = plain.seconds["replicas"] - best.seconds["replicas"]
         parts.append(f"  replicas  zero1 = false takes {slower:.2g} s and {_amount(more, _BYTES)} more")
@@ -144,6 +164,7 @@ def _report(found: Plans, own: Estimate[Choice] | None) -> str:
             f"  idle      {idle} devices: the batch, N·b·F·R sequences with N of at least P, keeps no more at work"
         )
     parts += ["", _against(best, found)]
+    parts += _policies(found)
     if found.refused:
         parts += ["", "Faster, but does not fit"]
         parts += [f"  {step.choice}: {step.step_s:.4g} s; {_excess(step, found.cluster)}" for step in found.refused]
@@ -215,6 +236,22 @@ def _against(best: Estimate[Choice], found: Plans) -> str:
     ratio = found.rival.step_s / best.step_s
     words = f"{ratio - 1:.0%} more tokens/s than" if ratio >= 1 else f"{1 - ratio:.0%} fewer tokens/s than"
     return f"Plan 1 gives {words} the best of 3D parallelism. That one:\n" + "\n".join(_details(found.rival))
+
+
+def _policies(found: Plans) -> list[str]:
+    """The first of the plans that has a pipeline, under other policies."""
+    from zeropp_ray.planner.search import other_policies
+
+    place, plan = next(((k, each.choice) for k, each in enumerate(found.best, 1) if each.choice.stages > 1), (0, None))
+    if plan is None:
+        return []
+    rows: list[tuple[str, ...]] = [("", "layout", "step s", "bubble", "memory", "gathers", "")]
+    for step in other_policies(found.model, found.cluster, plan):
+        fits = step.memory_bytes <= found.cluster.device.usable
+        figures = f"{step.step_s:.4g}", f"{step.bubble:.1%}", _amount(step.memory_bytes, _BYTES)
+        gathered = sum(size for what, size in step.traffic.items() if what.startswith("gathers"))
+        rows.append(("", str(step.choice), *figures, _amount(gathered, _BYTES), "" if fits else "does not fit"))
+    return ["", f"The mesh and batch of plan {place} under other policies of the engine", _aligned(rows)]
 
 
 def _excess(step: Estimate[Choice], on: Cluster) -> str:

@@ -20,8 +20,12 @@ from zeropp_ray.member import StageMember
 from zeropp_ray.metrics import kinds
 from zeropp_ray.metrics.step_memory import StepMeter
 from zeropp_ray.metrics.tensor_memory import TensorMemory
+from zeropp_ray.planner.hardware import cluster
 from zeropp_ray.planner.memory import predict_memory
 from zeropp_ray.planner.plan import make_plan
+from zeropp_ray.planner.rating import rated
+from zeropp_ray.planner.search import choice_of
+from zeropp_ray.planner.sizes import sizes_of
 from zeropp_ray.split_backward import WeightQueue
 from zeropp_ray.vote import decide
 
@@ -117,9 +121,17 @@ GRID = [
 ]
 
 
+def on_paper(config: RunConfig) -> float:
+    """Bytes of the fullest member, as ``zeropp plan --from`` has them: from sizes in closed form, without torch."""
+    sizes, on = sizes_of(config.model, config.train.dtype), cluster("cpu", config.parallel.members, nodes=1)
+    return rated(sizes, on, choice_of(config.parallel, sizes, on)).memory_bytes
+
+
 @pytest.mark.parametrize("config", GRID)
 def test_the_prediction_is_within_a_tenth(config):
-    for me, predicted, found in measured(config):
+    members = measured(config)
+    assert on_paper(config) == pytest.approx(max(sum(found.values()) for _, _, found in members), rel=0.1)
+    for me, predicted, found in members:
         assert predicted.keys() == found.keys() == {*kinds.KINDS}
         assert predicted.pop(kinds.COPIES) == found.pop(kinds.COPIES) > 0, me
         total = sum(found.values())

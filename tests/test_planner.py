@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.cli import zeropp
-from zeropp_ray.config import ModelSection, load_config
+from zeropp_ray.config import ModelSection, RunConfig, load_config
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.metrics import kinds
 from zeropp_ray.models import cut, describe, resolve_factory
@@ -21,10 +21,12 @@ from zeropp_ray.planner.cost_model import Choice, Rival, estimate, memory_limit
 from zeropp_ray.planner.hardware import cluster
 from zeropp_ray.planner.memory import predict_memory
 from zeropp_ray.planner.plan import make_plan
-from zeropp_ray.planner.search import choice_of, replayed, search
+from zeropp_ray.planner.rating import rated, task_costs
+from zeropp_ray.planner.search import choice_of, other_policies, search
 from zeropp_ray.planner.sizes import even_cut, sizes_from, sizes_of
 from zeropp_ray.planner.tensor_parallel import estimate_3d, live_microbatches
 from zeropp_ray.precision import Precision
+from zeropp_ray.schedule import POLICIES
 
 TINY = ModelSection(layers=16, dim=256, heads=4, vocab_size=1000, seq_len=128)
 
@@ -105,8 +107,27 @@ def test_memory_is_near_what_a_run_predicts(recompute: str, shards: int) -> None
     run = max(sum(predict_memory(plan, config, stage).values()) for stage in range(2))
     on = dataclasses.replace(cluster("cpu", 2 * shards, nodes=1))
     on = dataclasses.replace(on, device=dataclasses.replace(on.device, host=False))
-    paper = estimate(sizes_of(config.model, "float32"), on, choice_of(config.parallel)).memory_bytes
+    sizes = sizes_of(config.model, "float32")
+    paper = estimate(sizes, on, choice_of(config.parallel, sizes, on)).memory_bytes
     assert 0.95 * run < paper < 1.35 * run
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("policy", ["zeropp", "1f1b", "zb-v", "interleaved"])
+def test_memory_by_replay_is_what_a_run_predicts(policy: str, recompute: str) -> None:
+    """Of the same layout, under any policy; the planner takes messages at their most."""
+    chunks = POLICIES[policy].chunks or 2
+    parallel = {"stages": 2, "chunks": chunks, "microbatches": 8, "recompute": recompute, "policy": policy}
+    model = {name: getattr(TINY, name) for name in ("dim", "heads", "vocab_size", "seq_len")}
+    config = RunConfig.from_dict({"parallel": parallel, "model": {**model, "layers": 4, "tie_embeddings": True}})
+    plan = make_plan(config)
+    run = max(sum(predict_memory(plan, config, stage).values()) for stage in range(2))
+    sizes, on = sizes_of(config.model, "float32"), cluster("cpu", 4, nodes=1)
+    step = rated(sizes, on, choice_of(config.parallel, sizes, on))
+    assert step.memory_bytes == pytest.approx(run, rel=0.03)
+    assert step.seconds["tasks"] + step.seconds["stalls"] == pytest.approx(
+        plan.program.makespan * task_costs(sizes, on, step.choice)[1], rel=0.01
+    )
 
 
 # --- time
@@ -132,16 +153,16 @@ def test_the_closed_form_is_near_the_replay(changes: dict[str, object], within: 
     model = sizes_of(ModelSection(layers=64, dim=1024, heads=8, vocab_size=1000, seq_len=1024), "bfloat16")
     on = cluster("h100-80g", 64)
     closed = estimate(model, on, choice(**changes))
-    assert closed.step_s == pytest.approx(replayed(model, on, closed).step_s, rel=within)
+    assert closed.step_s == pytest.approx(rated(model, on, closed.choice).step_s, rel=within)
 
 
 def test_a_long_step_goes_on_as_its_third_unit_did(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sizes_of(dataclasses.replace(TINY, layers=15, dim=1024), "bfloat16")
     on = cluster("h100-80g", 8)
     step = estimate(model, on, choice(microbatches=67, unit=6))
-    whole = replayed(model, on, step)
-    monkeypatch.setattr("zeropp_ray.planner.search._ACTIONS", 0)
-    short = replayed(model, on, step)
+    whole = rated(model, on, step.choice)
+    monkeypatch.setattr("zeropp_ray.planner.rating._ACTIONS", 0)
+    short = rated(model, on, step.choice)
     assert short != whole
     assert short.step_s == pytest.approx(whole.step_s, rel=0.02)
 
@@ -271,6 +292,36 @@ def test_a_configuration_of_a_model_of_ones_own(tmp_path: Path) -> None:
     assert "tests.user_models:own_model" in text
 
 
+def test_the_layout_of_a_file_is_rated_with_its_policy_and_the_unit_that_would_be_tuned(tmp_path: Path) -> None:
+    """As ``train`` would take it: U and the memory limit of "auto" from the costs of the chunks on these devices."""
+    file, cpu = tmp_path / "run.toml", ("--device", "cpu", "--nodes", "1")
+    text = "[parallel]\nstages = 4\nshards = 1\nmicrobatches = 32\n[model]\nlayers = 8\n"
+    for settings, shown in (
+        ('unit = "auto"', "P4 V2 F1 R1 b2 N32 U"),
+        ('policy = "zb-v"', "zb-v P4 V2 F1 R1 b2 N32 U32"),
+    ):
+        file.write_text(text.replace("[model]", f"{settings}\n[model]"), encoding="utf-8")
+        row = next(line for line in run("--from", str(file), *cpu).splitlines() if line.startswith("file"))
+        assert shown in row
+    config = load_config(file, ["parallel.policy=zeropp", "parallel.unit=auto", "model.vocab_size=4096"])
+    sizes, on = sizes_of(config.model, "float32"), cluster("cpu", 4, nodes=1)
+    tuned = choice_of(config.parallel, sizes, on)
+    assert tuned.unit == make_plan(config).program.spec.unit > 4, "not the P that stands for it until costs are known"
+
+
+def test_other_policies_are_rated_on_the_same_mesh() -> None:
+    sizes, on = sizes_of(dataclasses.replace(TINY, dim=1024, seq_len=1024), "bfloat16"), cluster("h100-80g", 8)
+    plan = choice(unit=8, reduce="step")
+    others = {step.choice.policy: step for step in other_policies(sizes, on, plan)}
+    assert {*others} == {"1f1b", "interleaved", "zb-h1", "interleaved-zb", "zb-v"}
+    ours = rated(sizes, on, plan)
+    for step in others.values():
+        same = ("stages", "shards", "replicas", "microbatches", "microbatch_size")
+        assert [getattr(step.choice, name) for name in same] == [getattr(plan, name) for name in same]
+        if step.choice.chunks > 1:
+            assert step.traffic["gathers, nvlink4"] > ours.traffic["gathers, nvlink4"], step.choice
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -298,7 +349,9 @@ def test_bad_input_is_one_line_that_helps(arguments: tuple[str, ...], message: s
 
 def test_what_cannot_fit_says_by_how_much_and_what_would() -> None:
     model = sizes_of(ModelSection(preset="llama3-8b", seq_len=8192), "bfloat16")
-    with pytest.raises(ConfigError, match=r"no plan fits its 36.0 GB.* GB too much, of it .*; .*--device .*would do"):
+    with pytest.raises(
+        ConfigError, match=r"no plan fits its 36.0 GB.* GB too much, most of it .*; .*--device .*would do"
+    ):
         search(model, cluster("a100-40g", 2), 4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from jobs.plan import plan
 from jobs.profile import profile
 from jobs.report import plan_table
 from jobs.schedule import schedule
@@ -18,9 +20,11 @@ from tests.test_parameter_kinds import of as kind_of
 from zeropp_ray.checkpoint.resume import resumed
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.planner.cost_file import costs_of, read_costs
+from zeropp_ray.planner.cost_file import costs_of, identity, read_costs, write_costs
+from zeropp_ray.planner.measured import measured as parts_of
 from zeropp_ray.planner.plan import make_plan
 from zeropp_ray.planner.profile import measure
+from zeropp_ray.schedule import Costs
 
 SMALL = ("model.dim=16", "model.layers=4", "model.seq_len=16", "parallel.microbatches=4", "recovery.enabled=false")
 
@@ -82,6 +86,46 @@ def test_a_file_of_another_model_is_refused(measured: Path, change: str, differs
         make_plan(small(f"parallel.costs={measured}", change))
     assert differs in str(refusal.value)
     assert "zeropp profile" in str(refusal.value)
+
+
+def test_the_planner_takes_it(measured: Path, tmp_path: Path) -> None:
+    config = small()
+    file = tmp_path / "run.toml"
+    file.write_text(config.to_toml(), encoding="utf-8")
+    given = ["--from", str(file), "--device", "cpu", "--nodes", "1", "--costs"]
+    shown = CliRunner().invoke(plan, [*given, str(measured)], catch_exceptions=False).output
+    row = next(line.split() for line in shown.splitlines() if line.startswith("file"))
+    _, costs = read_costs(measured)
+    stages = [sum(sum(task[p::2]) for task in (costs.F, costs.B, costs.W)) for p in range(2)]
+    assert float(row[8]) >= 0.9 * 4 * max(stages), "a step takes four micro-batches' measured tasks"
+    for problem, more in (
+        ("model.dim: 16 there, 32 here", {"dim": 32}),
+        ("model.layers: 4 there, 8 here", {"layers": 8}),
+    ):
+        other = dataclasses.replace(config, model=dataclasses.replace(config.model, **more))
+        file.write_text(other.to_toml(), encoding="utf-8")
+        refused = str(CliRunner().invoke(plan, [*given, str(measured)]).exception)
+        assert problem in refused
+        assert refused.startswith("--costs = ")
+
+
+def test_what_was_measured_of_one_cut_gives_any_other(tmp_path: Path) -> None:
+    """A block between the ends shows what a block takes; the rest of the first and last chunk is embedding and head."""
+    config = small("model.layers=9")
+    each = {"F": (0.1, 1.0, 0.5), "B": (0.0, 1.25, 0.75), "W": (0.25, 0.75, 0.5)}
+    cut = {"parallel.microbatch_size": 2, "blocks of the chunks": [2, 3, 3, 1]}
+    seconds = [
+        [n * block + (c == 0) * e + (c == 3) * h for c, n in enumerate((2, 3, 3, 1))] for e, block, h in each.values()
+    ]
+    write_costs(tmp_path / "costs.json", {**identity(config, ()), **cut}, Costs(*map(tuple, seconds)), {})
+    found = parts_of(tmp_path / "costs.json", config, "--costs")
+    assert found.microbatch_size == 2
+    for k, (embed, block, head) in enumerate(each.values()):
+        assert (found.embed[k], found.block[k], found.head[k]) == pytest.approx((embed, block, head))
+    two = {**identity(config, ()), **cut, "blocks of the chunks": [5, 4]}
+    write_costs(tmp_path / "two.json", two, Costs((1, 1), (1, 1), (1, 1)), {})
+    with pytest.raises(ConfigError, match="of 2 chunks"):
+        parts_of(tmp_path / "two.json", config, "--costs")
 
 
 def test_what_is_no_such_file_is_refused(measured: Path, tmp_path: Path) -> None:

@@ -78,15 +78,19 @@ def read_costs(path: str | Path, name: str = "parallel.costs") -> tuple[dict[str
 def costs_of(config: RunConfig, ranges: Sequence[range]) -> Costs:
     """The costs in the file that ``parallel.costs`` names. Raises ConfigError if they are not of this model, cut so."""
     of, costs = read_costs(config.parallel.costs)
-    here = identity(config, ranges)
+    refuse_another(of, identity(config, ranges), f"parallel.costs = {config.parallel.costs!r}")
+    return costs
+
+
+def refuse_another(there: Mapping[str, Any], here: Mapping[str, Any], told: str) -> None:
+    """Raise ConfigError if a file, which ``told`` names, was measured for something else than what is here."""
     differs = [
-        f"{name}: {of.get(name)!r} there, {here.get(name)!r} here"
-        for name in {**of, **here}
-        if of.get(name) != here.get(name)
+        f"{name}: {there.get(name)!r} there, {here.get(name)!r} here"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
     ]
     if differs:
         raise ConfigError(
-            f"parallel.costs = {config.parallel.costs!r}: was measured for something else: {'; '.join(differs)}; "
-            "measure this one with: zeropp profile, or set parallel.costs='' for costs from FLOPs"
+            f"{told}: was measured for something else: {'; '.join(differs)}; measure this one with: zeropp profile, or "
+            f"leave {told.partition(' ')[0]} out for costs from FLOPs"
         )
-    return costs

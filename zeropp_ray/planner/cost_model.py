@@ -2,14 +2,14 @@
 
 Time of a step = tasks and ramp + stalls + gathers + reduces + replicas + optimizer:
 
-- A *task* takes its FLOPs over ``peak * efficiency`` of the device. ``B`` is twice the forward's attention and once its
-  matrices, ``W`` once its matrices; a recomputed chunk runs its forward twice.
+- A *task* takes its FLOPs over ``peak * efficiency`` of the device, or what was measured (``measured.py``). ``B`` is
+  twice the forward's attention and once its matrices, ``W`` once its matrices; a recomputed chunk runs its forward
+  twice.
 - *Tasks and ramp* are the lower bound of the schedule: the fullest stage's work, after the first micro-batch's way to
   it. *Stalls* come with units below ``2P``, and with a live limit that leaves a ramp ``x`` of less than ``2P`` chunk
   activations. By replay (P 4 to 16, V 2 and 4, costs near 1, 1.15, 0.9) a unit ``u`` with ``y = 2 - u/P`` then loses
   about ``P (0.4 F y⁴ + 2 comm y²)`` to the first, and ``2.4 P F (1 - x/2P)`` to the second, or 1.6 instead of 2.4 if
-  all chunks are recomputed. The plans that are shown have all three replaced by a replay of their own program
-  (``search.py``).
+  all chunks are recomputed.
 - Messages between stages overlap with tasks, but for the ramp, unless the link is too slow for all of them.
 - *Gathers* are waited for, for ``GATHER`` stands before the task that needs it; with ``prefetch`` but for the time of
   one task. The gather of a stage that is alone (``F = 1``) is free.
@@ -22,28 +22,35 @@ faults.
 
 Memory is that of the fullest stage at its fullest, by kind as in a run. Per member, with Ψ parameters in the stage and
 bf16: ``2Ψ/F + 12Ψ/(F or F R)`` weights and moments, ``4Ψ/F`` gradient shards, ``2Ψ/V`` for each resident chunk,
-``4Ψ/V`` for each gradient buffer (open, and in flight if ``F > 1``), and activations up to the live limit.
+``4Ψ/V`` for each gradient buffer (open, and in flight if ``F > 1``), and activations up to the live limit, whole from
+``F`` to ``W``.
+
+The closed form ranks layouts. Those that are shown have its tasks, ramp, stalls, numbers of gathers and memory replaced
+by a replay of their own program (``rating.py``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
+from zeropp_ray.layout import Layout, Member
 from zeropp_ray.metrics import kinds
+from zeropp_ray.placement import model_chunk
 from zeropp_ray.planner.hardware import Cluster
 from zeropp_ray.planner.sizes import ModelSizes, even_cut
+from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.units import split_units
 
 UNIT_STALL = 0.4
 LIMIT_STALL = {"none": 2.4, "selective": 2.4, "full": 1.6}
 """Forwards that each of ``P`` stages loses in a unit, see above."""
 MASTER = 4  # bytes of an element of masters, moments and gradients
-_MESSAGES = 6  # receives posted ahead on two edges, and sends that are not drained
+MESSAGES = 6  # receives posted ahead on two edges, and sends that are not drained
 
 
 class Choice(NamedTuple):
@@ -61,17 +68,40 @@ class Choice(NamedTuple):
     prefetch: bool
     recompute: str
     reduce: str
+    policy: str = "zeropp"
 
     @property
     def members(self) -> int:
         return self.stages * self.shards * self.replicas
 
+    @property
+    def layout(self) -> Layout:
+        """The mesh."""
+        return Layout(
+            stages=self.stages,
+            chunks=self.chunks,
+            shards=self.shards,
+            replicas=self.replicas,
+            zero1=self.zero1,
+            placement=POLICIES[self.policy].placement,
+        )
+
     def __str__(self) -> str:
-        parts = [f"P{self.stages} V{self.chunks} F{self.shards} R{self.replicas}"]
+        parts = [self.policy] * (self.policy != "zeropp")
+        parts += [f"P{self.stages} V{self.chunks} F{self.shards} R{self.replicas}"]
         parts += ["zero1"] * self.zero1 + [f"b{self.microbatch_size} N{self.microbatches} U{self.unit}"]
         parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
         parts += ["prefetch"] * self.prefetch + ["reduce step"] * (self.reduce == "step")
         return " ".join(parts)
+
+
+class Replayed(NamedTuple):
+    """What a replay of a layout's own program says in place of the closed form."""
+
+    makespan_s: float  # of the tasks, and of waiting for one another
+    gathers: tuple[float, ...]  # in a step, of each chunk of a stage
+    reduces: tuple[float, ...]
+    memory: Mapping[str, float]  # bytes of the fullest member, by kind
 
 
 class Rival(NamedTuple):
@@ -148,24 +178,22 @@ class Cut:
 
 
 @lru_cache(maxsize=4096)
-def cut(model: ModelSizes, cluster: Cluster, stages: int, chunks: int, microbatch_size: int) -> Cut:
-    """The model on ``P`` stages of ``V`` chunks, looped, as a run cuts it."""
-    rate = cluster.device.peak * cluster.device.efficiency / microbatch_size
+def cut(
+    model: ModelSizes, cluster: Cluster, stages: int, chunks: int, microbatch_size: int, placement: str = "looped"
+) -> Cut:
+    """The model on ``P`` stages of ``V`` chunks, as a run cuts it."""
     last = stages * chunks - 1
     ranges = even_cut(model.layers, last + 1, round(model.head.flops / model.block.flops, 6))
 
-    def table(each: float, of_embed: float, of_head: float) -> tuple[tuple[float, ...], ...]:
+    def table(of_embed: float, each: float, of_head: float) -> tuple[tuple[float, ...], ...]:
         values = [count * each + (c == 0) * of_embed + (c == last) * of_head for c, count in enumerate(ranges)]
-        return tuple(tuple(values[p::stages]) for p in range(stages))
+        return tuple(tuple(values[model_chunk(placement, stages, p, v)] for v in range(chunks)) for p in range(stages))
 
-    block, head = model.block, model.head
-    F = table(block.flops / rate, 0, head.flops / rate)
-    B = table((2 * block.flops - block.linear_flops) / rate, 0, (2 * head.flops - head.linear_flops) / rate)
-    W = table(block.linear_flops / rate, 0, head.linear_flops / rate)
+    F, B, W = (table(*parts) for parts in zip(*_task_seconds(model, cluster, microbatch_size), strict=True))
     once = [sum(f) + sum(b) + sum(w) for f, b, w in zip(F, B, W, strict=True)]
     return Cut(
-        blocks=tuple(tuple(ranges[p::stages]) for p in range(stages)),
-        elements=table(block.elements, model.embed.elements, head.elements),
+        blocks=tuple(tuple(ranges[model_chunk(placement, stages, p, v)] for v in range(chunks)) for p in range(stages)),
+        elements=table(model.embed.elements, model.block.elements, model.head.elements),
         F=F,
         B=B,
         W=W,
@@ -177,20 +205,44 @@ def cut(model: ModelSizes, cluster: Cluster, stages: int, chunks: int, microbatc
     )
 
 
-def estimate(model: ModelSizes, cluster: Cluster, choice: Choice, makespan_s: float | None = None) -> Estimate[Choice]:
-    """A step of ``choice``.
+def _task_seconds(model: ModelSizes, cluster: Cluster, microbatch_size: int) -> tuple[tuple[float, float, float], ...]:
+    """Seconds of F, B and W of a micro-batch, for the embedding, one block, and the head."""
+    if model.measured:
+        assert microbatch_size == model.measured.microbatch_size, "no other size was measured"
+        return model.measured.embed, model.measured.block, model.measured.head
+    rate = cluster.device.peak * cluster.device.efficiency / microbatch_size
+    block, head = (
+        (part.flops / rate, (2 * part.flops - part.linear_flops) / rate, part.linear_flops / rate)
+        for part in (model.block, model.head)
+    )
+    return (0.0, 0.0, 0.0), block, head
 
-    Args:
-        makespan_s: of the tasks, from a replay; None: closed form.
-    """
-    parts = cut(model, cluster, choice.stages, choice.chunks, choice.microbatch_size)
-    seconds = _pipeline(model, cluster, choice, parts, makespan_s)
+
+def cut_of(model: ModelSizes, cluster: Cluster, choice: Choice) -> Cut:
+    """The model as ``choice`` has it cut."""
+    placement = POLICIES[choice.policy].placement
+    return cut(model, cluster, choice.stages, choice.chunks, choice.microbatch_size, placement)
+
+
+def estimate(model: ModelSizes, cluster: Cluster, choice: Choice, found: Replayed | None = None) -> Estimate[Choice]:
+    """A step of ``choice``. ``found``: by replay; None: closed form, for ZeroPP's own policy alone."""
+    assert found or choice.policy == "zeropp", f"no closed form for {choice.policy}"
+    parts = cut_of(model, cluster, choice)
+    seconds = _pipeline(model, cluster, choice, parts, found)
     works = parts.work[choice.recompute]
     bubble = max(0.0, 1 - choice.microbatches * sum(works) / len(works) / sum(seconds.values()))
-    traffic = _exchanges(model, cluster, choice, parts, seconds)
-    ends = {0, choice.stages - 1}
-    memory = max((_memory(model, cluster, choice, parts, p) for p in ends), key=lambda each: sum(each.values()))
-    return Estimate(choice, seconds, memory, traffic, bubble, makespan_s is not None)
+    traffic = _exchanges(model, cluster, choice, parts, seconds, found)
+    if found:
+        return Estimate(choice, seconds, found.memory, traffic, bubble, True)
+    return Estimate(choice, seconds, memory_of(model, cluster, choice), traffic, bubble)
+
+
+def memory_of(model: ModelSizes, cluster: Cluster, choice: Choice) -> dict[str, float]:
+    """Bytes of the fullest member at its fullest, by kind, in closed form."""
+    parts = cut_of(model, cluster, choice)
+    largest = max(range(choice.stages), key=lambda p: max(parts.elements[p]))
+    stages = {0, largest, choice.stages - 1}
+    return max((_memory(model, cluster, choice, parts, p) for p in stages), key=lambda each: sum(each.values()))
 
 
 def hop(model: ModelSizes, cluster: Cluster, choice: Choice) -> float:
@@ -200,14 +252,14 @@ def hop(model: ModelSizes, cluster: Cluster, choice: Choice) -> float:
 
 
 def _pipeline(
-    model: ModelSizes, cluster: Cluster, choice: Choice, parts: Cut, makespan_s: float | None
+    model: ModelSizes, cluster: Cluster, choice: Choice, parts: Cut, found: Replayed | None
 ) -> dict[str, float]:
     """Seconds of the tasks and of waiting for others."""
     P, N = choice.stages, choice.microbatches
     works, way = [N * work for work in parts.work[choice.recompute]], hop(model, cluster, choice)
     seconds = {"tasks": max(works), "ramp": 0.0, "stalls": 0.0}
-    if makespan_s is not None:
-        seconds["stalls"] = makespan_s - seconds["tasks"]
+    if found:
+        seconds["stalls"] = found.makespan_s - seconds["tasks"]
     elif P > 1:
         arrivals = accumulate((forward[0] + way for forward in parts.F[:-1]), initial=0.0)
         seconds["ramp"] = max(map(sum, zip(works, arrivals, strict=True))) - seconds["tasks"]
@@ -223,26 +275,28 @@ def _pipeline(
 
 
 def _exchanges(
-    model: ModelSizes, cluster: Cluster, choice: Choice, parts: Cut, seconds: dict[str, float]
+    model: ModelSizes, cluster: Cluster, choice: Choice, parts: Cut, seconds: dict[str, float], found: Replayed | None
 ) -> dict[str, float]:
     """Bytes that a member sends in a step; adds the seconds of what it waits for."""
     P, V, F, R = choice.stages, choice.chunks, choice.shards, choice.replicas
     units = split_units(choice.microbatches, choice.unit)
     K, u = len(units), max(units)
     chunks = [max(column) for column in zip(*parts.elements, strict=True)]
-    stage = max(map(sum, parts.elements))
+    stage = max(stage_elements(model, choice, parts, p) for p in range(P))
 
-    counts = [1] if V == 1 else [K + 1, *[2 * K] * (V - 2), K]
+    counts: Sequence[float] = [1] if V == 1 else [K + 1, *[2 * K] * (V - 2), K]
+    rounds: Sequence[float] = [K if choice.reduce == "unit" else 1] * V
+    if found:
+        counts, rounds = found.gathers, found.reduces
     gathers = [cluster.gather(model.width * size, F, 1) for size in chunks]
     tasks = [min(parts.F[0][v - 1], parts.B[0][v - 1]) * choice.prefetch for v in range(V)]
     seconds["gathers"] = sum(n * max(0.0, t - task) for n, t, task in zip(counts, gathers, tasks, strict=True))
 
-    rounds = K if choice.reduce == "unit" else 1
     reduces = [cluster.gather(MASTER * size, F, 1) for size in chunks]
     behind = [u * (b + w) for b, w in zip(parts.B[0], parts.W[0], strict=True)]
     seconds["reduces"] = min(reduces[0], behind[0])  # the last one has nothing left to be behind
-    seconds["reduces"] += rounds * sum(max(0.0, t - task) for t, task in zip(reduces, behind, strict=True))
-    on_link = sum(n * t for n, t in zip(counts, gathers, strict=True)) + rounds * sum(reduces)
+    seconds["reduces"] += sum(n * max(0.0, t - task) for n, t, task in zip(rounds, reduces, behind, strict=True))
+    on_link = sum(n * t for n, t in zip((*counts, *rounds), (*gathers, *reduces), strict=True))
     seconds["reduces"] += max(0.0, on_link - sum(seconds.values()))
 
     second = model.width if choice.zero1 else MASTER  # after the sums: new weights, or the rest of an all-reduce
@@ -251,41 +305,57 @@ def _exchanges(
     seconds["optimizer"] = (7 * MASTER + model.width) * stage / pieces / cluster.device.memory_bandwidth
 
     message = model.width * choice.microbatch_size * model.seq_len * model.hidden * (P > 1)
-    gathered = sum(n * size for n, size in zip(counts, chunks, strict=True))
+    gathered, reduced = (sum(n * size for n, size in zip(each, chunks, strict=True)) for each in (counts, rounds))
     within = cluster.over(F, 1)
     return {
         f"gathers, {within}": model.width * gathered * (F - 1) / F,
-        f"reduces, {within}": MASTER * rounds * sum(chunks) * (F - 1) / F,
+        f"reduces, {within}": MASTER * reduced * (F - 1) / F,
         f"stages, {cluster.over(P, F)}": 2.0 * V * choice.microbatches * message,
         f"replicas, {cluster.over(R, P * F)}": (MASTER + second) * stage / F * (R - 1) / R,
     }
 
 
-def _memory(model: ModelSizes, cluster: Cluster, choice: Choice, parts: Cut, p: int) -> dict[str, float]:
-    """Bytes of a member of stage ``p`` at its fullest, by kind."""
-    P, F = choice.stages, choice.shards
-    width, each = model.width, model.width * choice.microbatch_size
-    pieces = F * (choice.replicas if choice.zero1 else 1)
-    held = parts.elements[p]
-    stage, largest = sum(held), sorted(held)[-2:]
-    head = p == P - 1  # the loss keeps its log-softmax, in fp32, and makes two gradients of that size
-    logits = MASTER * choice.microbatch_size * model.head.widest * head
+def stage_elements(model: ModelSizes, choice: Choice, parts: Cut, p: int) -> float:
+    """Parameters of stage ``p``; what its embedding and head share counts once."""
+    return sum(parts.elements[p]) - model.tied * (p == 0 and ends_meet(choice))
 
+
+def ends_meet(choice: Choice) -> bool:
+    """Whether the first stage holds the first and the last model chunk."""
+    return choice.stages == 1 or (POLICIES[choice.policy].placement == "v" and choice.chunks % 2 == 0)
+
+
+def between_steps(model: ModelSizes, cluster: Cluster, choice: Choice, parts: Cut, p: int) -> dict[str, float]:
+    """Bytes that a member of stage ``p`` holds from the first step on, by kind."""
+    F, width = choice.shards, model.width
+    pieces = F * (choice.replicas if choice.zero1 else 1)
+    stage, largest = stage_elements(model, choice, parts, p), max(parts.elements[p])
     now = dict.fromkeys(kinds.KINDS, 0.0)
-    now[kinds.WEIGHTS] = width * stage / F + 2 * MASTER * stage / pieces
-    if width != MASTER:
-        now[kinds.WEIGHTS] += MASTER * stage / pieces
+    now[kinds.WEIGHTS] = width * stage / F + (2 + (width != MASTER)) * MASTER * stage / pieces
     now[kinds.GRADIENT_SHARDS] = MASTER * stage / F + MASTER * stage / pieces * (pieces != F)
-    now[kinds.RESIDENT] = width * (sum(largest) if choice.prefetch else max(held))
     if choice.reduce == "step":
         now[kinds.GRADIENT_BUFFERS] = MASTER * stage
-    else:
-        now[kinds.GRADIENT_BUFFERS] = MASTER * max(held) * (1 + (F > 1))
+    else:  # one open, and one in flight while there is a next one to open
+        more = choice.chunks > 1 or len(split_units(choice.microbatches, choice.unit)) > 1
+        now[kinds.GRADIENT_BUFFERS] = MASTER * largest * (1 + (F > 1 and more))
+    if cluster.device.host:
+        guarded = choice.layout.guarded(Member(p, 0, 0))
+        of = [p] if guarded is None else [p, guarded.p]
+        now[kinds.COPIES] = 2 * 3 * MASTER * sum(stage_elements(model, choice, parts, q) for q in of) / pieces
+    return now
+
+
+def _memory(model: ModelSizes, cluster: Cluster, choice: Choice, parts: Cut, p: int) -> dict[str, float]:
+    """Bytes of a member of stage ``p`` at its fullest, by kind."""
+    each = model.width * choice.microbatch_size
+    largest = sorted(parts.elements[p])[-2:]
+    # The loss keeps its log-softmax, in fp32, and makes two gradients of that size.
+    logits = MASTER * choice.microbatch_size * model.head.widest * (p == choice.stages - 1)
+    now = between_steps(model, cluster, choice, parts, p)
+    now[kinds.RESIDENT] = model.width * (sum(largest) if choice.prefetch else max(largest))
     now[kinds.ACTIVATIONS], now[kinds.CHUNK_INPUTS] = _activations(model, choice, parts, p)
     now[kinds.ACTIVATIONS] += logits
-    now[kinds.MESSAGES] = _MESSAGES * each * model.seq_len * model.hidden * (P > 1)
-    if cluster.device.host:
-        now[kinds.COPIES] = 4 * 3 * MASTER * stage / pieces  # two of its own state, two of another's
+    now[kinds.MESSAGES] = MESSAGES * each * model.seq_len * model.hidden * (choice.stages > 1)
     now[kinds.REST] = max(3 * each * model.block.widest, 2 * logits)
     return now
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 
 from zeropp_ray.config import RunConfig
 from zeropp_ray.layout import Member
 from zeropp_ray.metrics import kinds
+from zeropp_ray.planner.peak import StageBytes, TaskBytes, peak
 from zeropp_ray.precision import Precision
 from zeropp_ray.schedule import Op
 
@@ -20,65 +22,39 @@ if TYPE_CHECKING:
 def predict_memory(plan: Plan, config: RunConfig, stage: int) -> dict[str, int]:
     """Bytes of one member of ``stage`` at its fullest in a step, by kind.
 
-    The stage's program is replayed with the sizes of what each instruction makes and frees, so kinds that are never
-    large at the same time do not add up. Frozen parameters have neither moments nor gradients; those that several
-    stages share are whole at each and sharded there.
+    The stage's program is replayed with the sizes of what each instruction makes and frees (``peak.py``). Frozen
+    parameters have neither moments nor gradients; those that several stages share are whole at each and sharded there.
     """
     owned, shards, pieces = plan.layout.owned(stage), plan.layout.shards, plan.layout.pieces
     compute, master = (dtype.itemsize for dtype in Precision.of(config.train.dtype))
     held = [each for each in plan.sets if {*owned} & {*each.chunks}]
-    sizes = [_task_sizes(plan, config, chunk) for chunk in owned]
-    message = compute * config.parallel.microbatch_size * plan.description.seq_len * plan.description.hidden
-    before, behind = [chunk > 0 for chunk in owned], [chunk + 1 < len(plan.ranges) for chunk in owned]
-    recomputed, resident = plan.program.spec.recomputed, set[int]()
-    incoming = 0  # of the reduce in flight: what arrives from other shards
-
     now = _between_steps(plan, stage, held, compute, master)
     if config.recovery.copies:
         now[kinds.COPIES] = master * _copied(plan, stage)
-    fullest = dict(now)
 
-    def moment(rest: int = 0) -> None:
-        nonlocal fullest
-        if sum(now.values()) + rest > sum(fullest.values()):
-            fullest = {**now, kinds.REST: rest}
+    def resident(chunks: Collection[int]) -> int:
+        used = {owned[v] for v in chunks}
+        return compute * _padded([each for each in held if used & {*each.chunks}], pieces)
 
-    for op, v, _, _ in plan.program.ranks[stage]:
-        if op is Op.F:
-            now[kinds.MESSAGES] += message * (behind[v] - before[v])
-            if recomputed[v]:
-                now[kinds.CHUNK_INPUTS] += sizes[v].input
-                moment(sizes[v].backward)  # a forward that saves nothing makes and drops about as much
-            else:
-                now[kinds.ACTIVATIONS] += sizes[v].saved
-                moment(sizes[v].forward)
-        elif op is Op.RF:
-            now[kinds.CHUNK_INPUTS] -= sizes[v].input
-            now[kinds.ACTIVATIONS] += sizes[v].saved
-            moment(sizes[v].forward)
-        elif op is Op.B:
-            moment(sizes[v].backward)
-            now[kinds.ACTIVATIONS] -= sizes[v].saved
-            now[kinds.WEIGHT_INPUTS] += sizes[v].stashed
-            now[kinds.MESSAGES] += message * (before[v] - behind[v])
-            moment()
-        elif op is Op.W:
-            now[kinds.WEIGHT_INPUTS] -= sizes[v].stashed
-        elif op in (Op.RECV, Op.DRAIN):
-            now[kinds.MESSAGES] += message if op is Op.RECV else -message
-        elif op in (Op.GATHER, Op.RELEASE):
-            resident ^= {owned[v]}
-            now[kinds.RESIDENT] = compute * _padded([each for each in held if resident & {*each.chunks}], pieces)
-        elif op is Op.REDUCE:
-            reduced = _padded([each for each in held if each.trained and owned[v] in each.chunks], pieces)
-            now[kinds.GRADIENT_BUFFERS] -= incoming
-            incoming = master * reduced // shards * (shards - 1)
-            now[kinds.GRADIENT_BUFFERS] += incoming
-            moment()
-    now[kinds.GRADIENT_BUFFERS] -= incoming
-    now[kinds.GRADIENT_SHARDS] += master * _exchanged(plan, held)
-    moment()
-    return fullest
+    def incoming(v: int) -> int:
+        reduced = _padded([each for each in held if each.trained and owned[v] in each.chunks], pieces)
+        return master * reduced // shards * (shards - 1)
+
+    fullest = peak(
+        plan.program.ranks[stage],
+        StageBytes(
+            between_steps=now,
+            tasks=[_task_sizes(plan, config, chunk) for chunk in owned],
+            recomputed=plan.program.spec.recomputed,
+            message=compute * config.parallel.microbatch_size * plan.description.seq_len * plan.description.hidden,
+            before=[chunk > 0 for chunk in owned],
+            behind=[chunk + 1 < len(plan.ranges) for chunk in owned],
+            resident=resident,
+            incoming=[incoming(v) for v in range(len(owned))],
+            exchanged=master * _exchanged(plan, held),
+        ),
+    )
+    return {kind: int(size) for kind, size in fullest.items()}
 
 
 def _between_steps(plan: Plan, stage: int, held: list[ParameterSet], compute: int, master: int) -> dict[str, int]:
@@ -131,17 +107,7 @@ def _exchanged(plan: Plan, held: list[ParameterSet]) -> int:
     return max(of_stages, copies * sum(sorted(_padded([each], pieces) // pieces for each in trained)[-2:]))
 
 
-class _TaskSizes(NamedTuple):
-    """Bytes that tasks of a chunk take, save, leave for ``W``, and make and drop."""
-
-    input: int
-    saved: int
-    stashed: int
-    forward: int
-    backward: int
-
-
-def _task_sizes(plan: Plan, config: RunConfig, chunk: int) -> _TaskSizes:
+def _task_sizes(plan: Plan, config: RunConfig, chunk: int) -> TaskBytes:
     parts, width = plan.description.parts_of(plan.ranges, chunk), Precision.of(config.train.dtype).compute.itemsize
     b, s = config.parallel.microbatch_size, plan.description.seq_len
     each = width * b
@@ -150,10 +116,10 @@ def _task_sizes(plan: Plan, config: RunConfig, chunk: int) -> _TaskSizes:
     # As in a gated feed-forward: the gradients of its product and of both factors.
     backward = 3 * max(part.widest for part in plan.description.blocks)
     if chunk + 1 < len(plan.ranges):
-        return _TaskSizes(taken, each * saved, each * stashed, 0, each * backward)
+        return TaskBytes(taken, each * saved, each * stashed, 0, each * backward)
     # The loss keeps its log-softmax, in fp32 at least, and makes two gradients of that size.
     logits = s * plan.description.vocab * max(4, width) // width
-    return _TaskSizes(taken, each * (saved + logits), each * stashed, each * logits, each * max(backward, 2 * logits))
+    return TaskBytes(taken, each * (saved + logits), each * stashed, each * logits, each * max(backward, 2 * logits))
 
 
 def _padded(sets: list[ParameterSet], pieces: int) -> int:

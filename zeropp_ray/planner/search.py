@@ -1,8 +1,7 @@
 """Which layout to take: all that are worth a look, by estimated step time, among those whose memory fits.
 
-The closed form of ``cost_model.py`` ranks tens of thousands; the best are then replayed: their own order, made from the
-costs of their own chunks, is timed (``schedule/replay.py``). A long step is timed over two and three units, and goes on
-as the third did.
+The closed form of ``cost_model.py`` ranks tens of thousands; the best are then rated by a replay of their own program
+(``rating.py``).
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from typing import Any
 
 from zeropp_ray.config import ParallelSection
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.planner.cost_model import Choice, Estimate, Rival, cut, estimate, hop, memory_limit
+from zeropp_ray.planner.cost_model import Choice, Estimate, Rival, cut, estimate, memory_limit, memory_of
 from zeropp_ray.planner.hardware import Cluster, cluster, device_names
+from zeropp_ray.planner.rating import rated, task_costs
 from zeropp_ray.planner.sizes import ModelSizes
 from zeropp_ray.planner.tensor_parallel import estimate_3d
-from zeropp_ray.schedule import Costs, replay, resolve, split_units, zeropp_order
+from zeropp_ray.schedule import POLICIES, split_units
 
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _SIZES = (1, 2, 4, 8, 16)  # of micro-batches
@@ -27,7 +27,7 @@ _WIDTHS = 3  # how many numbers of micro-batches at a time are tried for each P,
 _LARGEST_STAGE = 64  # members; a gather over more is mostly latency
 _REPLAYED = 3  # so many times as many as are shown
 _MOVING = 0.01  # part of the time of traffic that counts even where tasks hide it
-_ACTIONS = 60_000  # of a step that is replayed whole
+_OTHERS = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zb-v")  # policies whose memory does not grow with N
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,21 @@ def search(model: ModelSizes, on: Cluster, global_batch: int, show: int = 5) -> 
     """
     ranking = _Ranking(model, on, global_batch)
     if not ranking.fits:
-        raise _nothing_fits(model, on, global_batch, ranking.least)
-    first = sorted(ranking.fits.values(), key=_step_s)[: _REPLAYED * show]
-    best = sorted((replayed(model, on, each) for each in first), key=_step_s)
-    refused = [each for each in ranking.refused.values() if each.step_s < best[0].step_s]
+        raise _nothing_fits(model, on, global_batch)
+    best: list[Estimate[Choice]] = []
+    for step in sorted(ranking.fits.values(), key=_step_s):
+        if len(best) < _REPLAYED * show:
+            again = rated(model, on, step.choice)
+            best += [again] * (again.memory_bytes <= on.device.usable)
+    if not best:
+        raise _nothing_fits(model, on, global_batch)
+    refused = [each for each in ranking.refused.values() if each.step_s < min(map(_step_s, best))]
     refused.sort(key=lambda each: each.memory_bytes)
+    refused = [rated(model, on, each.choice) for each in refused[: 2 * show]]
+    # The closed form counts activations whole until their W, so some of these fit after all.
+    best += [each for each in refused if each.memory_bytes <= on.device.usable]
+    best.sort(key=_step_s)
+    refused = [each for each in refused if each.memory_bytes > on.device.usable and each.step_s < best[0].step_s]
     rival = best_3d(model, on, global_batch)
     return Plans(model, on, global_batch, tuple(best[:show]), tuple(refused[:show]), rival, ranking.considered)
 
@@ -83,61 +93,66 @@ def _step_s(step: Estimate[Any]) -> float:
     return step.step_s
 
 
-def replayed(model: ModelSizes, on: Cluster, step: Estimate[Choice]) -> Estimate[Choice]:
-    """The same step with the makespan of its own program in place of the closed form."""
-    choice = step.choice
-    P, V, N = choice.stages, choice.chunks, choice.microbatches
-    parts = cut(model, on, P, V, choice.microbatch_size)
-    unit = sum(map(sum, parts.F)) / (P * V)  # seconds: the mean forward is 1, as in a run's plan
-    F, B, W = ([round(row[p][v] / unit, 4) for v in range(V) for p in range(P)] for row in (parts.F, parts.B, parts.W))
-    costs = Costs(tuple(max(f, 1e-4) for f in F), tuple(B), tuple(W), round(hop(model, on, choice) / unit, 4))
-
-    def makespan(microbatches: int) -> float:
-        least = min(choice.unit, microbatches)
-        spec = resolve(P, V, microbatches, least, choice.memory_limit, choice.prefetch, costs, choice.recompute)
-        return replay(zeropp_order(spec), spec).makespan * unit
-
-    units = split_units(N, choice.unit)
-    if len(units) <= 3 or 4 * P * V * N <= _ACTIONS:
-        return estimate(model, on, choice, makespan(N))
-    u = N / len(units)
-    two, three = (makespan(round(k * u)) for k in (2, 3))
-    return estimate(model, on, choice, three + (three - two) * (N - round(3 * u)) / (round(3 * u) - round(2 * u)))
-
-
-def choices(model: ModelSizes, on: Cluster, global_batch: int) -> Iterator[Choice]:
-    """Layouts worth a look, without the variants that only take more memory. Replicas share the optimizer's state
-    (ZeRO-1): under this cost model that is never worse.
+def other_policies(model: ModelSizes, on: Cluster, plan: Choice) -> Iterator[Estimate[Choice]]:
+    """The same mesh, batch and residency under other policies of the engine: of each the least recomputation that fits,
+    and with V to choose the faster of two; what takes the least memory, if nothing fits.
     """
+    for name in _OTHERS:
+        known = POLICIES[name]
+        steps = []
+        for V in {known.chunks} if known.chunks else {2, max(2, plan.chunks)}:
+            for recompute in ("none", *["selective"] * (V > 1), "full"):
+                if V * plan.stages > model.layers:
+                    break
+                same = plan._replace(chunks=V, policy=name, recompute=recompute, prefetch=plan.prefetch and V > 1)
+                unit = plan.microbatches if known.unit == "N" else plan.stages
+                steps.append(rated(model, on, same._replace(unit=unit)))
+                if steps[-1].memory_bytes <= on.device.usable:
+                    break
+        fitting = [step for step in steps if step.memory_bytes <= on.device.usable]
+        if steps:
+            yield min(fitting, key=_step_s) if fitting else min(steps, key=lambda step: step.memory_bytes)
+
+
+def choices(model: ModelSizes, on: Cluster, global_batch: int, least: bool = False) -> Iterator[Choice]:
+    """Layouts worth a look, without the variants that only take more memory. Replicas share the optimizer's state
+    (ZeRO-1): under this cost model that is never worse. ``least``: those of each mesh that may take the least memory.
+    """
+    some = slice(1 if least else None)
     for P in _stages(model, on):
         for width in _widths(global_batch, on.count // P, P):
-            for F, V, b in product(_shards(width, on), _chunks(model, P), _SIZES):
+            for F, V, b in product(_shards(width, on), _chunks(model, P), _sizes(model)[some]):
                 N, rest = divmod(global_batch, width * b)
                 if rest or N < P:
                     continue
-                for U, recompute in product(_units(N, P), ("none", *["selective"] * (V > 1), "full")):
+                for U, recompute in product(_units(N, P)[some], ("none", *["selective"] * (V > 1), "full")):
                     u = max(split_units(N, U))
-                    for ramp in _ramps(P, recompute):
+                    for ramp in _ramps(P, recompute)[some]:
                         limit = memory_limit(u, P, V, recompute, ramp)
-                        yield Choice(P, V, F, width // F, width > F, N, b, U, limit, False, recompute, "unit")
+                        # One chunk needs no second buffer if it is reduced once.
+                        reduce = "unit" if V > 1 else "step"
+                        yield Choice(P, V, F, width // F, width > F, N, b, U, limit, False, recompute, reduce)
 
 
-def choice_of(parallel: ParallelSection) -> Choice:
-    """The layout of a configuration, its automatic values filled in."""
-    spec = parallel.schedule()
-    given = {name: getattr(parallel, name) for name in Choice._fields}
-    return Choice(**{**given, "unit": spec.unit, "memory_limit": spec.memory_limit})
+def choice_of(parallel: ParallelSection, model: ModelSizes, on: Cluster) -> Choice:
+    """The layout of a configuration, its automatic values filled in as for a run whose tasks take what ``model`` takes
+    on these devices."""
+    choice = Choice(**{name: getattr(parallel, name) for name in Choice._fields})
+    if choice.stages * choice.chunks > model.layers:
+        raise ConfigError(
+            f"parallel.stages x parallel.chunks = {choice.stages * choice.chunks}: each chunk needs a block and the "
+            f"model has {model.layers}; use stages x chunks <= {model.layers}"
+        )
+    spec = parallel.schedule(task_costs(model, on, choice)[0])
+    return choice._replace(unit=spec.unit, memory_limit=spec.memory_limit, reduce=spec.reduce)
 
 
 class _Ranking:
-    """The best estimate that fits of each mesh; of each ``P`` and recomputation what comes closest and does not fit;
-    and what takes the least memory of all.
-    """
+    """The best estimate that fits of each mesh; of each ``P`` and recomputation what comes closest and does not fit."""
 
     def __init__(self, model: ModelSizes, on: Cluster, global_batch: int) -> None:
         self.fits: dict[tuple[int, ...], Estimate[Choice]] = {}
         self.refused: dict[tuple[int, str], Estimate[Choice]] = {}
-        self.least: Estimate[Choice] | None = None
         self.considered = 0
         for choice in choices(model, on, global_batch):
             best = self.fits.get(_mesh(choice))
@@ -149,7 +164,7 @@ class _Ranking:
             variants = [choice]
             if choice.shards > 1 and choice.chunks > 1:
                 variants.append(choice._replace(prefetch=True))
-            if choice.shards > 1 and choice.unit < choice.microbatches:
+            if choice.shards > 1 and choice.chunks > 1 and choice.unit < choice.microbatches:
                 variants += [each._replace(reduce="step") for each in variants]
             for variant in variants[1:]:
                 self._add(variant, estimate(model, on, variant), on)
@@ -165,8 +180,6 @@ class _Ranking:
             closest = self.refused.get((choice.stages, choice.recompute))
             if closest is None or step.memory_bytes < closest.memory_bytes:
                 self.refused[choice.stages, choice.recompute] = step
-        if self.least is None or step.memory_bytes < self.least.memory_bytes:
-            self.least = step
         return good
 
 
@@ -180,10 +193,15 @@ def _rivals(model: ModelSizes, on: Cluster, global_batch: int) -> Iterator[Rival
     for T in (2**k for k in range(on.per_node.bit_length())):
         for P in _stages(model, on):
             for D in _widths(global_batch, on.count // (T * P), 1):
-                for b, V, recompute in product(_SIZES, _chunks(model, P), ("none", "full")):
+                for b, V, recompute in product(_sizes(model), _chunks(model, P), ("none", "full")):
                     N, rest = divmod(global_batch, D * b)
                     if N and not rest and (V == 1 or (P > 1 and N % P == 0)):
                         yield Rival(T, P, V, D, N, b, recompute)
+
+
+def _sizes(model: ModelSizes) -> tuple[int, ...]:
+    """Of micro-batches: what was measured tells nothing of others."""
+    return (model.measured.microbatch_size,) if model.measured else _SIZES
 
 
 def _stages(model: ModelSizes, on: Cluster) -> list[int]:
@@ -217,27 +235,44 @@ def _ramps(P: int, recompute: str) -> list[int]:
     return [1] if P == 1 else [*[1] * (recompute == "full"), P, 2 * P]
 
 
-def _nothing_fits(model: ModelSizes, on: Cluster, global_batch: int, least: Estimate[Choice] | None) -> ConfigError:
+def _smallest(model: ModelSizes, on: Cluster, global_batch: int) -> tuple[float, Choice, dict[str, float]] | None:
+    """What takes the least memory: its bytes, in all and by kind."""
+    each = choices(model, on, global_batch, least=True)
+    memories = ((choice, memory_of(model, on, choice)) for choice in each)
+    sizes = ((sum(memory.values()), choice, memory) for choice, memory in memories)
+    return min(sizes, key=lambda size: size[0], default=None)
+
+
+def _nothing_fits(model: ModelSizes, on: Cluster, global_batch: int) -> ConfigError:
+    """By how much, what takes it, and what would do: a device, more of these, shorter sequences."""
+    least = _smallest(model, on, global_batch)
     if least is None:
         return ConfigError(
             f"--global-batch = {global_batch}: no layout of {on.count} devices divides it into whole micro-batches"
         )
-    missing = least.memory_bytes - on.device.usable
-    kind, size = max(least.memory.items(), key=lambda item: item[1])
+    size, choice, memory = least
+    largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
     ways = []
-    for more in (replace(on, count=on.count * factor) for factor in (2, 4, 8)):
-        steps = (estimate(model, more, choice) for choice in choices(model, more, global_batch))
-        if any(step.memory_bytes <= on.device.usable for step in steps):
-            ways.append(f"--gpus {more.count}")
-            break
     for name in device_names():
         other = cluster(name, on.count, on.nodes)
-        if other.device.usable >= least.memory_bytes and other.device.dtype == on.device.dtype:
+        if other.device.usable >= size and other.device.dtype == on.device.dtype:
             ways.append(f"--device {name}")
             break
-    advice = f"; {' or '.join(ways)} would do" if ways else "; shorter sequences (--seq) take less"
+    for factor in (2, 4, 8):
+        more = _smallest(model, replace(on, count=on.count * factor), global_batch)
+        if more and more[0] <= on.device.usable:
+            ways.append(f"--gpus {on.count * factor}")
+            break
+    shorter = model
+    while shorter.seq_len >= 2 and not model.measured:
+        shorter = shorter.halved()
+        less = _smallest(shorter, on, global_batch)
+        if less and less[0] <= on.device.usable:
+            ways.append(f"--seq {shorter.seq_len}")
+            break
     return ConfigError(
-        f"--device = {on.device.name}: no plan fits its {on.device.usable / 1e9:.1f} GB. The smallest, {least.choice}, "
-        f"takes {least.memory_bytes / 1e9:.1f} GB, {missing / 1e9:.1f} GB too much, of it {kind} {size / 1e9:.1f} GB"
-        f"{advice}"
+        f"--device = {on.device.name}: no plan fits its {on.device.usable / 1e9:.1f} GB. The smallest, {choice}, takes "
+        f"{size / 1e9:.1f} GB, {(size - on.device.usable) / 1e9:.1f} GB too much, most of it "
+        f"{', '.join(f'{kind} {bytes / 1e9:.1f}' for kind, bytes in largest)}"
+        f"; {' or '.join(ways) or 'nothing that was tried'} would do"
     )

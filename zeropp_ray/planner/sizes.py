@@ -6,7 +6,7 @@ The built-in families in closed form, and any model from its description; a test
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,9 +27,21 @@ class PartSizes(NamedTuple):
     widest: float  # elements that the widest layer puts out
 
 
+class Measured(NamedTuple):
+    """Seconds of (F, B, W) of one micro-batch of ``microbatch_size`` sequences, as they were measured."""
+
+    microbatch_size: int
+    embed: tuple[float, float, float]
+    block: tuple[float, float, float]
+    head: tuple[float, float, float]
+
+
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model of equal blocks, for sequences of ``seq_len``; ``width``: bytes of an element that is computed with."""
+    """A model of equal blocks, for sequences of ``seq_len``; ``width``: bytes of an element that is computed with.
+
+    ``measured``: what its tasks take; None: what follows from the FLOPs.
+    """
 
     label: str
     embed: PartSizes
@@ -41,6 +53,7 @@ class ModelSizes:
     vocab: int
     tied: float  # parameters that embedding and head share; counted in both
     width: int
+    measured: Measured | None = None
 
     @property
     def elements(self) -> float:
@@ -51,6 +64,13 @@ class ModelSizes:
     def flops(self) -> float:
         """Model FLOPs of a training step, per sequence: forward, and twice as many backward."""
         return 3 * (self.embed.flops + self.layers * self.block.flops + self.head.flops)
+
+    def halved(self) -> ModelSizes:
+        """The same model for sequences half as long, as to memory: an attention's FLOPs would go down by more."""
+        embed, block, head = (
+            PartSizes(part.elements, *(size / 2 for size in part[1:])) for part in (self.embed, self.block, self.head)
+        )
+        return replace(self, embed=embed, block=block, head=head, seq_len=self.seq_len // 2)
 
 
 def sizes_of(model: ModelSection, dtype: str) -> ModelSizes:
