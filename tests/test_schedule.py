@@ -134,7 +134,7 @@ def test_lower_bound_with_costs_per_chunk() -> None:
 
 def test_costs_are_exact_decimals() -> None:
     ticks = Costs.uniform(2, 1, 1.3, 0.7, 0.25).ticks()
-    assert (ticks.F, ticks.B, ticks.W, ticks.comm, ticks.scale) == ((20, 20), (26, 26), (14, 14), 5, 20)
+    assert (ticks.F, ticks.B, ticks.W, ticks.hops, ticks.scale) == ((20, 20), (26, 26), (14, 14), (5,), 20)
     assert Costs.uniform(1, 1e-7, 3, 2.5e-8, 0).ticks().F == (4,)
 
 

@@ -9,7 +9,7 @@ from zeropp_ray.schedule.actions import COMPUTE, TRANSFER, Action, Op, Ranks, li
 from zeropp_ray.schedule.check import check
 from zeropp_ray.schedule.communication import RECEIVE_WINDOW, add_communication, in_flight_bounds
 from zeropp_ray.schedule.compare import compare, to_table
-from zeropp_ray.schedule.costs import Costs
+from zeropp_ray.schedule.costs import Costs, Link, Sizes, hops
 from zeropp_ray.schedule.order import Phase, forward_order, phases, zeropp_order
 from zeropp_ray.schedule.policies import POLICIES, Policy, fixed_order
 from zeropp_ray.schedule.program import Program, compile_forward, compile_program
@@ -32,12 +32,14 @@ __all__ = [
     "Costs",
     "Edge",
     "Hop",
+    "Link",
     "Op",
     "Phase",
     "Policy",
     "Program",
     "Ranks",
     "ScheduleSpec",
+    "Sizes",
     "Timeline",
     "add_communication",
     "add_residency",
@@ -49,6 +51,7 @@ __all__ = [
     "default_unit",
     "fixed_order",
     "forward_order",
+    "hops",
     "in_flight_bounds",
     "least_limit",
     "listing",

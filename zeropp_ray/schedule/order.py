@@ -71,8 +71,8 @@ def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
 
 
 def zeropp_makespan(spec: ScheduleSpec, most: float = math.inf) -> float:
-    """What a step in this order takes, as a replay of its program would find; infinity if it is more than ``most``,
-    which is known before the end of the step.
+    """What the tasks of a step in this order take, as a replay of its program would find if exchanges, optimizer and
+    vote took no time; infinity if it is more than ``most``, which is known before the end of the step.
     """
     scale = spec.costs.ticks().scale
     ranks = _greedy(spec, math.floor(most * scale * (1 + 1e-12)) if most < math.inf else _NEVER)
@@ -83,7 +83,7 @@ def _greedy(spec: ScheduleSpec, most: int) -> list[_Rank] | None:
     """The ranks at the end of the step, which takes at most ``most`` ticks; else None."""
     stages, last, limit = spec.stages, spec.model_chunks - 1, spec.live_chunks
     cost = spec.costs.ticks()
-    comm = cost.comm if stages > 1 else 0
+    hops = cost.hops if stages > 1 else (0,) * last  # from a model chunk to the next
     # The ranks share the actions: a large program is then small in memory, and quick to make.
     forward, again, backward, weight = (
         [[Action(op, v, m) for m in range(spec.microbatches)] for v in range(spec.chunks)]
@@ -96,7 +96,7 @@ def _greedy(spec: ScheduleSpec, most: int) -> list[_Rank] | None:
 
     ranks = [_Rank(phases(spec), spec.recomputed) for _ in range(stages)]
     for c in range(last + 1):
-        each = cost.F[c] * (1 + spec.recomputed[c // stages]) + cost.B[c] + cost.W[c]
+        each = cost.F[c] + cost.RF[c] * spec.recomputed[c // stages] + cost.B[c] + cost.W[c]
         ranks[c % stages].left += each * spec.microbatches
     events = [(0, p) for p in range(stages)]  # sorted, hence a heap
     while events:
@@ -118,10 +118,10 @@ def _greedy(spec: ScheduleSpec, most: int) -> list[_Rank] | None:
             rank.pending.append((v, m))
             rank.b += 1
             if c > 0:
-                b_ready[c - 1][m] = end + comm
-                heappush(events, (end + comm, (p - 1) % stages))
+                b_ready[c - 1][m] = end + hops[c - 1]
+                heappush(events, (b_ready[c - 1][m], (p - 1) % stages))
         elif room and rank.graphs < min(rank.b_end, rank.forwards[v]):
-            end = now + cost.F[c]
+            end = now + cost.RF[c]
             rank.order.append(again[v][rank.graphs])
             rank.inputs -= 1
             rank.live += 1
@@ -137,8 +137,8 @@ def _greedy(spec: ScheduleSpec, most: int) -> list[_Rank] | None:
             rank.f += 1
             rank.forwards[v] += 1
             if c < last:
-                f_ready[c + 1][m] = end + comm
-                heappush(events, (end + comm, (p + 1) % stages))
+                f_ready[c + 1][m] = end + hops[c]
+                heappush(events, (f_ready[c + 1][m], (p + 1) % stages))
             else:
                 b_ready[c][m] = end
         elif rank.pending:

@@ -96,7 +96,7 @@ def to_grid(program: Program, width: int = 120, color: bool = False) -> str:
 def _columns(makespan: float, spec: ScheduleSpec, most: int) -> int:
     """As many as show each task in whole columns, up to four per time grain, if they fit; else as many as there are."""
     cost = spec.costs.ticks()
-    exact = round(makespan * cost.scale / math.gcd(*cost.F, *cost.B, *cost.W, cost.comm))
+    exact = round(makespan * cost.scale / math.gcd(*cost.F, *cost.B, *cost.W, *cost.hops))
     return exact * min(most // exact, 4) if exact <= most else most
 
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from zeropp_ray.schedule.order import phases, zeropp_makespan, zeropp_order
 from zeropp_ray.schedule.policies import POLICIES, most_live
-from zeropp_ray.schedule.replay import lower_bound
+from zeropp_ray.schedule.replay import lower_bound, makespan
+from zeropp_ray.schedule.residency import add_residency
 from zeropp_ray.schedule.spec import ScheduleSpec, limits
 from zeropp_ray.schedule.units import split_units
 
@@ -30,12 +31,12 @@ def tune(spec: ScheduleSpec, memory_limit: float = 0.0) -> ScheduleSpec:
     """
     if POLICIES[spec.policy].unit != "2P":
         return spec
-    chosen, makespan = _fewest_units(spec, memory_limit or default(spec))
+    chosen, best = _fewest_units(spec, memory_limit or default(spec))
     # Limits in chunk activations: below ``least`` there is no schedule, and above ``enough`` it is the same one.
     least, enough = limits(chosen)[0], most_live(zeropp_order(chosen), chosen.recomputed)
     while least < enough:
         middle = (least + enough) // 2
-        if zeropp_makespan(replace(chosen, memory_limit=middle / spec.chunks), makespan) <= makespan:
+        if _makespan(replace(chosen, memory_limit=middle / spec.chunks), best) <= best:
             enough = middle
         else:
             least = middle + 1
@@ -53,13 +54,20 @@ def _fewest_units(spec: ScheduleSpec, memory_limit: float) -> tuple[ScheduleSpec
     tried: list[tuple[ScheduleSpec, float]] = []
     near, most = 0, float("inf")  # the place of the fewest units that are near the best so far; what would change that
     for one in _candidates(spec, memory_limit):
-        tried.append((one, zeropp_makespan(one, most)))
-        best = min(makespan for _, makespan in tried)
-        near = next(place for place, (_, makespan) in enumerate(tried) if makespan <= best * _NEAR)
+        tried.append((one, _makespan(one, most)))
+        best = min(taken for _, taken in tried)
+        near = next(place for place, (_, taken) in enumerate(tried) if taken <= best * _NEAR)
         if tried[near][1] <= bound * _NEAR:  # whatever comes
             break
         most = tried[near][1] / _NEAR
     return tried[near]
+
+
+def _makespan(spec: ScheduleSpec, most: float) -> float:
+    """What a step takes; where tasks and messages alone take time, infinity if it is more than ``most``."""
+    if spec.costs.tasks_alone:
+        return zeropp_makespan(spec, most)
+    return makespan(add_residency(zeropp_order(spec), spec), spec)
 
 
 def _candidates(spec: ScheduleSpec, memory_limit: float) -> Iterator[ScheduleSpec]:
