@@ -130,6 +130,7 @@ class Record:
             "validation_loss": self._validation.get(max(self._losses)),
             "tokens_per_s": (self._tokens - self._tokens_before) / sum(self._seconds) if self._seconds else 0.0,
             "seconds": sum(self._seconds),
+            "step_s": _median(self._seconds[1:] or self._seconds) if self._seconds else None,  # the first warms up
             "gathers": total.gathers,
             "reduces": total.reduces,
             "bytes": sum(

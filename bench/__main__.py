@@ -1,8 +1,8 @@
 """Ours against what a user would pick: ``python -m bench [SUITE ...]``, all suites unless some are named.
 
-Besides those that train: ``sleep``, schedules of eight stages whose layers sleep, and ``growth``, cost against size.
-Each has a command of its own with more options, ``python -m bench.sleep`` and ``python -m bench.growth``, and files of
-its own beside the results.
+Besides those that train: ``sleep``, schedules of eight stages whose layers sleep, ``growth``, cost against size, and
+``replay``, what a replay says of a step against what the step takes. Each has a command of its own with more options,
+such as ``python -m bench.sleep``, and files of its own beside the results.
 
 Every suite trains the same model on the same text from the same weights in several ways, at the same time: their
 processes wait, and take turns in rounds. All must reach the same loss. Written are latest.json with all numbers,
@@ -21,7 +21,7 @@ import click
 
 from bench.suites import MODEL, SUITES, TINY, TRAIN
 
-OTHERS = ("sleep", "growth")
+OTHERS = ("sleep", "growth", "replay")
 
 
 @click.command(help=__doc__, context_settings={"show_default": True})

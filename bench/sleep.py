@@ -17,7 +17,7 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -31,7 +31,7 @@ from bench import figures
 from bench.rounds import Spread
 from bench.sleep_members import Pace, Setting, Stepped, serve
 from zeropp_ray.config import RunConfig
-from zeropp_ray.planner.plan import make_plan
+from zeropp_ray.planner.plan import Plan, make_plan
 from zeropp_ray.schedule import Costs, Program, compile_program
 from zeropp_ray.vote import Decision, decide
 
@@ -114,33 +114,55 @@ def run(
 @contextmanager
 def _race(size: Size, unit_s: float) -> Iterator[_Race]:
     """The processes of all stages, started once and kept."""
+    config = config_of(size)
+    plan = make_plan(config)
+    with started(size, dict.fromkeys(OURS, (config, plan)), THEIRS) as pipes:
+        yield _Race(size, config, unit_s, pipes)
+
+
+@contextmanager
+def started(size: Size, ours: Mapping[str, tuple[RunConfig, Plan]], theirs: Mapping[str, str]) -> Iterator[list[Any]]:
+    """A process for each stage that holds all contestants (:class:`Setting`); the pipes to them."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["bench.sleep_members", "torch._dynamo"])  # what AdamW imports takes a second
-    config = _config(size)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    setting = Setting(config, make_plan(config), store.port, tuple(OURS), THEIRS)
+    setting = Setting(store.port, ours, theirs)
     stamps = processes.RawArray("d", 4 * size.stages * size.chunks * size.microbatches)
-    started, pipes = [], []
+    members, pipes = [], []
     try:
         for rank in range(size.stages):
-            ours, theirs = processes.Pipe()
-            process = processes.Process(target=serve, args=(theirs, rank, setting, stamps), daemon=True)
+            mine, other = processes.Pipe()
+            process = processes.Process(target=serve, args=(other, rank, setting, stamps), daemon=True)
             process.start()
-            theirs.close()
-            started.append(process)
-            pipes.append(ours)
-        race = _Race(size, config, unit_s, pipes)
-        race.answers()
-        yield race
+            other.close()
+            members.append(process)
+            pipes.append(mine)
+        answers(pipes)
+        yield pipes
     finally:
         for pipe in pipes:
             pipe.close()
-        for process in started:
+        for process in members:
             process.join(10)
             process.kill()
 
 
-def _config(size: Size) -> RunConfig:
+def call(pipes: Sequence[Any], *request: Any) -> list[Any]:
+    """Ask all processes; their answers."""
+    for pipe in pipes:
+        pipe.send(request)
+    return answers(pipes)
+
+
+def answers(pipes: Sequence[Any]) -> list[Any]:
+    found = [pipe.recv() for pipe in pipes]
+    for answer in found:
+        if isinstance(answer, Exception):
+            raise answer
+    return found
+
+
+def config_of(size: Size, **parallel: Any) -> RunConfig:
     return RunConfig.from_dict(
         {
             "model": {
@@ -154,6 +176,7 @@ def _config(size: Size) -> RunConfig:
                 "microbatches": size.microbatches,
                 "microbatch_size": 1,
                 "shards": 1,
+                **parallel,
             },
             "train": {"schedule": "constant", "warmup_steps": 0, "clip_norm": 0.0},
         }
@@ -167,23 +190,11 @@ class _Race:
         self._decisions: dict[str, Decision | None] = dict.fromkeys(OURS)
         self._steps = 0
 
-    def answers(self) -> list[Any]:
-        answers = [pipe.recv() for pipe in self._pipes]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
-
-    def _call(self, *request: Any) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send(request)
-        return self.answers()
-
     def rows(self, costs: Sequence[float], delay: float, rounds: int) -> list[Row]:
         """Interleaved rounds of all contestants, after one that is not timed."""
         programs = {name: self._program(units, costs, delay) for name, units in OURS.items()}
         seconds = {task: cost * self._unit_s for task, cost in zip("FBW", costs, strict=True)}
-        self._call("pace", Pace(seconds, delay * self._unit_s, programs))
+        call(self._pipes, "pace", Pace(seconds, delay * self._unit_s, programs))
         stepped = [self._round(number) for number in range(1 + rounds)]
         times = {name: [took for took, _ in (each[name] for each in stepped[1:])] for name in self._names}
         bound = programs["ours"].lower_bound * self._unit_s
@@ -234,10 +245,10 @@ class _Race:
     def _step(self, name: str) -> tuple[float, list[Stepped]]:
         decision = [self._decisions[name]] if name in OURS else []
         start = time.monotonic() + AHEAD_S
-        answers = self._call("step", name, start, *decision)
-        members = [stepped for stepped, _ in answers]
+        given = call(self._pipes, "step", name, start, *decision)
+        members = [stepped for stepped, _ in given]
         if name in OURS:
-            self._decisions[name] = decide(self._steps, [vote for _, vote in answers], 0.0)
+            self._decisions[name] = decide(self._steps, [vote for _, vote in given], 0.0)
         return max(member.ended for member in members) - start, members
 
 

@@ -35,13 +35,11 @@ from zeropp_ray.schedule import Program
 
 @dataclass(frozen=True)
 class Setting:
-    """What a process is told once: the run of ours, where to meet, and who takes part."""
+    """What a process is told once: where to meet, and who takes part."""
 
-    config: RunConfig
-    plan: Plan
     port: int
-    ours: tuple[str, ...]  # names of our contestants; their programs come with the costs
-    theirs: Mapping[str, str]  # name → class in torch.distributed.pipelining
+    ours: Mapping[str, tuple[RunConfig, Plan]]  # by name; their programs come with the costs
+    theirs: Mapping[str, str]  # name → class in torch.distributed.pipelining; they run the first of ours' model
 
 
 @dataclass(frozen=True)
@@ -86,15 +84,16 @@ class _Process:
         sharpen_sleep()
         self._naps, self._sent = Naps(), sent
         self._contestants: dict[str, _Ours | _Theirs] = {}
-        for epoch, name in enumerate(setting.ours):
-            self._contestants[name] = _Ours(rank, setting, epoch, self._naps, sent)
+        for epoch, (name, made) in enumerate(setting.ours.items()):
+            self._contestants[name] = _Ours(rank, *made, setting.port, epoch, self._naps, sent)
         if sys.platform == "linux":  # as ours: all messages over the loopback interface
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.TCPStore("127.0.0.1", setting.port, is_master=False)
-        stages = setting.config.parallel.stages
+        config, plan = next(iter(setting.ours.values()))
+        stages = config.parallel.stages
         dist.init_process_group("gloo", store=dist.PrefixStore("theirs", store), rank=rank, world_size=stages)
         for name, schedule in setting.theirs.items():
-            self._contestants[name] = _Theirs(rank, setting, schedule, self._naps, sent)
+            self._contestants[name] = _Theirs(rank, config, plan, schedule, self._naps, sent)
         gc.collect()
         gc.freeze()  # what is there stays; a collection that walks it takes a tenth of a second
 
@@ -136,11 +135,13 @@ class _Tokens:
 class _Ours:
     """A :class:`StageMember` as it runs in training; only its layers sleep, and its messages wait for the delay."""
 
-    def __init__(self, rank: int, setting: Setting, epoch: int, naps: Naps, sent: SentTimes) -> None:
+    def __init__(
+        self, rank: int, config: RunConfig, plan: Plan, port: int, epoch: int, naps: Naps, sent: SentTimes
+    ) -> None:
         me = Member(rank, 0, 0)
-        self._member = StageMember(setting.config, setting.plan, me, _Tokens(setting.config))
-        at = Rendezvous(host="127.0.0.1", port=setting.port, epoch=epoch, timeout_s=120)
-        links = connect(at, setting.plan.layout, me, host="127.0.0.1")
+        self._member = StageMember(config, plan, me, _Tokens(config))
+        at = Rendezvous(host="127.0.0.1", port=port, epoch=epoch, timeout_s=120)
+        links = connect(at, plan.layout, me, host="127.0.0.1")
         _delay_messages(links.pipeline, sent)
         self._member.join(links)
         wake_up(self._member._owned.model, naps, weight_nap=False)
@@ -185,8 +186,7 @@ class _Delayed:
 class _Theirs:
     """One rank of a schedule of PyTorch, run by PyTorch's runtime, with AdamW as ours has it."""
 
-    def __init__(self, rank: int, setting: Setting, schedule: str, naps: Naps, sent: SentTimes) -> None:
-        config, plan = setting.config, setting.plan
+    def __init__(self, rank: int, config: RunConfig, plan: Plan, schedule: str, naps: Naps, sent: SentTimes) -> None:
         cls: Any = getattr(pipelining, schedule)
         V, P, N = config.parallel.chunks, config.parallel.stages, config.parallel.microbatches
         owned = [v * P + (P - 1 - rank if v % 2 and is_v_shaped(schedule) else rank) for v in range(V)]

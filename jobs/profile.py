@@ -25,14 +25,24 @@ if TYPE_CHECKING:
     "--microbatches", type=int, default=7, show_default=True, help="How many each chunk runs; the median counts."
 )
 @click.option(
-    "--transfer", type=float, default=0.0, show_default=True, help="Seconds between stages, which are not measured."
+    "--transfer",
+    type=float,
+    help="Seconds that a message between stages takes.  [default: measured between two processes of this machine]",
 )
-def profile(file: Path | None, overrides: tuple[str, ...], out: Path, microbatches: int, transfer: float) -> None:
-    """Run a few micro-batches through each chunk of a model, one chunk after the other in this process, and write what
-    forward (F), input gradient (B) and weight gradient (W) took.
+@click.option(
+    "--vote", type=float, default=0.0, show_default=True, help="Seconds of the round that ends a step; not measured."
+)
+def profile(
+    file: Path | None, overrides: tuple[str, ...], out: Path, microbatches: int, transfer: float | None, vote: float
+) -> None:
+    """Measure what a step of a run costs, and write it to a file.
+
+    A few micro-batches go through each chunk of the model, one chunk after the other in this process: forward (F),
+    input gradient (B), weight gradient (W), and the update of its weights. Then processes of this machine measure
+    gathers and reduces among the members of a stage, and a message between stages.
 
     FILE and --set are a run's. Measure on a machine like the run's, with nothing else on it. The file is good for this
-    model, dtype, micro-batch size and cut into chunks, and is refused for another.
+    model, dtype, micro-batch size, cut into chunks and number of shards, and is refused for another.
 
     \b
     Examples:
@@ -44,23 +54,27 @@ def profile(file: Path | None, overrides: tuple[str, ...], out: Path, microbatch
         raise ConfigError(f"--microbatches = {microbatches}: must be at least 1")
     if out.exists():
         raise ConfigError(f"--out = {out}: is there already; choose another name")
-    if not 0 <= transfer < float("inf"):
-        raise ConfigError(f"--transfer = {transfer}: must be at least 0")
+    for name, value in (("transfer", transfer), ("vote", vote)):
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"--{name} = {value}: must be at least 0")
     import torch
 
+    from zeropp_ray.allocator import keep_freed_memory
     from zeropp_ray.planner.cost_file import identity, write_costs
     from zeropp_ray.planner.plan import make_plan
     from zeropp_ray.planner.profile import measure
 
+    keep_freed_memory()  # as a member does: else tasks would pay for fresh pages
     config = load_config(file, (*overrides, "parallel.costs="))
     plan = make_plan(config.resolved())
-    costs = measure(config, plan, microbatches, transfer)
+    costs, link = measure(config, plan, microbatches, transfer, vote)
     notes = {
         "microbatches": microbatches,
         "threads": max(1, int(config.resources.cpus)),
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
+        "link": link and {"latency_s": link.latency, "bytes_per_s": link.bandwidth},
     }
     write_costs(out, identity(config, plan.ranges), costs, notes)
     click.echo(_table(plan, costs))
@@ -68,9 +82,10 @@ def profile(file: Path | None, overrides: tuple[str, ...], out: Path, microbatch
 
 
 def _table(plan: Plan, costs: Costs) -> str:
-    """A line for each model chunk, in milliseconds."""
-    lines = ["chunk  layers    F ms     B ms     W ms"]
+    """A line for each model chunk, in milliseconds, and one for what happens once."""
+    named = {"F": costs.F, "B": costs.B, "W": costs.W, "gather": costs.gather, "reduce": costs.reduce}
+    named["update"] = costs.optimizer
+    lines = ["chunk  layers" + "".join(f"{name + ' ms':>11}" for name in named)]
     for c, blocks in enumerate(plan.ranges):
-        times = "".join(f"{1000 * values[c]:9.3f}" for values in (costs.F, costs.B, costs.W))
-        lines.append(f"{c:5}  {len(blocks):6}{times}")
-    return "\n".join(lines)
+        lines.append(f"{c:5}  {len(blocks):6}" + "".join(f"{1000 * values[c]:11.3f}" for values in named.values()))
+    return "\n".join([*lines, f"a message between stages: {1000 * costs.comm:.3f} ms"])

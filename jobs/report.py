@@ -34,7 +34,7 @@ def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
         ("memory", f"{size(sum(memory.values()))} per member: {parts}"),
         *([("copies", _copies(memory[kinds.COPIES], config))] if memory.get(kinds.COPIES) else []),
         ("bubble", f"{plan['bubble']:.1%}, with at most {plan['limit']:g} live micro-batches"),
-        *([("time", f"{seconds:.3g} s a step by the measured costs, without collectives")] if seconds else []),
+        *([("time", f"{seconds:.3g} s a step by the measured costs")] if seconds else []),
         *([("again", _FORWARDS_AGAIN[parallel.recompute])] if parallel.recompute != "none" else []),
         ("moves", f"{plan['gathers']} gathers and {plan['reduces']} reduces a step and member"),
         ("run", _length(config, plan["tokens_per_step"])),
@@ -133,11 +133,13 @@ class Reporter:
         self._begin = self._shown = clock()
         self._first: tuple[int, float] | None = None
         self._dangling = False
+        self._predicted_s: float | None = None  # of a step, by measured costs
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Show one event; of kinds that are none of a person's business nothing."""
         kind = event["kind"]
         if kind == "plan":
+            self._predicted_s = event.get("predicted_step_s")
             self.line(plan_table(event, self._config, self._source) + "\n")
         elif kind == "step":
             self._step(event)
@@ -174,7 +176,7 @@ class Reporter:
             "\n"
             + aligned(
                 ("done", f"{summary['steps']} steps, {summary['tokens']:,} tokens in {duration(seconds)}"),
-                ("speed", f"{short(summary['tokens_per_s'])} tok/s"),
+                ("speed", f"{short(summary['tokens_per_s'])} tok/s" + self._step_times(summary.get("step_s"))),
                 (
                     "loss",
                     f"{_loss(summary['first_loss'])} to {_loss(summary['last_loss'])};"
@@ -188,6 +190,11 @@ class Reporter:
                 *(() if summary["error"] else _next(summary["steps"], named)),
             )
         )
+
+    def _step_times(self, measured_s: float | None) -> str:
+        if measured_s is None or self._predicted_s is None:
+            return ""
+        return f"; a step took {measured_s:.3g} s, where {self._predicted_s:.3g} s were predicted"
 
     def _step(self, event: Mapping[str, Any]) -> None:
         step, steps, now = event["step"], event["steps"], self._clock()

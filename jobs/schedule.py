@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import click
 
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.placement import stage_and_chunk
 from zeropp_ray.planner.cost_file import read_costs
 from zeropp_ray.report import to_html, to_svg, to_trace
 from zeropp_ray.schedule import (
@@ -23,6 +25,7 @@ from zeropp_ray.schedule import (
     Program,
     compare,
     compile_program,
+    hops,
     resolve,
     to_grid,
     to_json,
@@ -58,6 +61,22 @@ _PICTURES = ("svg", "html", "trace")
     "cost_file",
     type=click.Path(path_type=Path),
     help="Take them from a file of `zeropp profile`, for each chunk its own; instead of --cost.",
+)
+@click.option(
+    "--besides",
+    metavar="GATHER,REDUCE,UPDATE,VOTE",
+    default="0,0,0,0",
+    help="Time of the rest of a step: to gather a chunk's parameters and to reduce its gradients, which are under way "
+    "while tasks run, to update its weights, and of the vote on the step.",
+)
+@click.option(
+    "--nodes", type=int, default=1, help="Nodes that the stages lie on, in runs of equal length; with --between."
+)
+@click.option(
+    "--between",
+    type=float,
+    default=0.0,
+    help="Time that a transfer between nodes takes; COMM of --cost, or of --costs, is then that inside a node.",
 )
 @click.option(
     "--memory-limit",
@@ -117,6 +136,9 @@ def schedule(
     unit: str,
     cost: str,
     cost_file: Path | None,
+    besides: str,
+    nodes: int,
+    between: float,
     memory_limit: float,
     prefetch: bool,
     recompute: str,
@@ -138,6 +160,7 @@ def schedule(
     Examples:
       zeropp schedule --stages 4 --chunks 2 --microbatches 8 --unit 4
       zeropp schedule --stages 8 --microbatches 32 --cost 1,1.3,0.7,0.25     # uneven costs, a slow link
+      zeropp schedule --stages 8 --microbatches 32 --besides 2,3,1,1         # gathers, reduces and the end count too
       zeropp schedule --stages 4 --microbatches 16 --recompute selective     # the forward again, for less memory
       zeropp schedule --stages 8 --microbatches 32 --unit 8 --memory-limit 8 --format json
       zeropp schedule --stages 4 --microbatches 16 --policy zb-v
@@ -146,10 +169,19 @@ def schedule(
     """
     if width is not None and form != "svg":
         raise ConfigError(f"--width = {width}: is for --format svg; add that, or leave it out")
-    times = _parse_cost(cost)
-    costs = Costs.uniform(max(stages * chunks, 1), *times)
+    times, rest = _parse_cost(cost), _four("--besides", besides, "gather, reduce, update and vote", "2,3,1,1")
+    if not 1 <= nodes <= max(stages, 1):
+        raise ConfigError(f"--nodes = {nodes}: stages lie on 1 to {stages} nodes")
+    if nodes == 1 and between:
+        raise ConfigError(f"--between = {between:g}: there is one node; give --nodes too")
+    costs = Costs.uniform(max(stages * chunks, 1), *times, *rest)
     if cost_file is not None:
+        if any(rest):
+            raise ConfigError(f"--besides = {besides}: is in {cost_file} too; leave out --besides, or --costs")
         _, costs = read_costs(cost_file, "--costs")
+    if nodes > 1 and POLICIES.get(policy) and len(costs.F) == stages * chunks:
+        owners = [stage_and_chunk(POLICIES[policy].placement, stages, c)[0] for c in range(stages * chunks)]
+        costs = dataclasses.replace(costs, hops=hops(owners, stages, nodes, costs.comm, between))
     choices = (_parse_unit(unit), memory_limit, prefetch)
     if side_by_side:
         if cost_file is not None:
@@ -157,7 +189,20 @@ def schedule(
         if form in _PICTURES:
             raise ConfigError(f"--format = {form}: draws one schedule; leave out --compare, or use grid or json")
         names = list(POLICIES) if policy == "all" else [policy]
-        rows = compare(names, stages, chunks, microbatches, times, *choices, recompute, reduce, name=_option)
+        rows = compare(
+            names,
+            stages,
+            chunks,
+            microbatches,
+            times,
+            *choices,
+            recompute,
+            reduce,
+            name=_option,
+            besides=rest,
+            nodes=nodes,
+            between=between,
+        )
         _put(json.dumps([_plain(row) for row in rows]) if form == "json" else to_table(rows, chunks), out)
         return
     if policy == "all":
@@ -209,12 +254,13 @@ def _parse_unit(text: str) -> int | str:
 
 
 def _parse_cost(text: str) -> tuple[float, float, float, float]:
+    return _four("--cost", text, "forward, input gradient, weight gradient and transfer", "1,1,1,0")
+
+
+def _four(name: str, text: str, what: str, example: str) -> tuple[float, float, float, float]:
     """Whole numbers stay whole, so that they are printed as they were given."""
     try:
-        F, B, W, comm = (int(part) if part.strip().lstrip("+-").isdigit() else float(part) for part in text.split(","))
+        a, b, c, d = (int(part) if part.strip().lstrip("+-").isdigit() else float(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(
-            f"--cost = {text}: not four numbers; give those of forward, input gradient, weight gradient and transfer, "
-            "such as 1,1,1,0"
-        ) from None
-    return F, B, W, comm
+        raise ConfigError(f"{name} = {text}: not four numbers; give those of {what}, such as {example}") from None
+    return a, b, c, d

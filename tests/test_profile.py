@@ -39,7 +39,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "costs.json"
     settings = [part for text in SMALL for part in ("--set", text)]
     shown = CliRunner().invoke(profile, [*settings, "--out", str(path), "--microbatches", "2"], catch_exceptions=False)
-    assert len(shown.output.split("\n\n")[0].splitlines()) == 1 + 4, "a line for each model chunk"
+    assert len(shown.output.split("\n\n")[0].splitlines()) == 1 + 4 + 1, "a line for each model chunk, and the message"
     again = CliRunner().invoke(profile, [*settings, "--out", str(path)])
     assert "is there already" in str(again.exception)
     return path
@@ -49,7 +49,10 @@ def test_a_run_takes_what_was_measured(measured: Path) -> None:
     config = small(f"parallel.costs={measured}")
     _, costs = read_costs(measured)
     assert len(costs.F) == 4
-    assert all(0 < value < math.inf for value in (*costs.F, *costs.B, *costs.W))
+    exchanges = (*costs.gather, *costs.reduce, costs.comm)  # of two members: the default
+    assert all(0 < value < math.inf for value in (*costs.F, *costs.B, *costs.W, *exchanges, *costs.optimizer))
+    assert costs.overlap
+    assert costs.sizes is not None
     plan = make_plan(config)
     assert plan.program.spec.costs == costs
     assert plan.table(config)["predicted_step_s"] == plan.program.makespan
@@ -78,6 +81,7 @@ def test_the_schedule_takes_it(measured: Path) -> None:
         ("model.seq_len=8", "model.seq_len: 16 there, 8 here"),
         ("train.dtype=bfloat16", "train.dtype: 'float32' there, 'bfloat16' here"),
         ("parallel.microbatch_size=1", "parallel.microbatch_size: 2 there, 1 here"),
+        ("parallel.shards=1", "parallel.shards: 2 there, 1 here"),
         ("parallel.chunks=1", "blocks of the chunks: [1, 1, 1, 1] there, [2, 2] here"),
     ],
 )
@@ -135,8 +139,8 @@ def test_what_is_no_such_file_is_refused(measured: Path, tmp_path: Path) -> None
         "not JSON": "F = 1",
         "no file of costs": "[1]",
         "no file of costs; measure": json.dumps({**good, "format": "x"}),
-        "is of version 2, and 1 can be read": json.dumps({**good, "version": 2}),
-        "no seconds of F": json.dumps({**good, "seconds": {}}),
+        "is of version 1, and 2 can be read; measure anew": json.dumps({**good, "version": 1}),
+        "no seconds or bytes of each": json.dumps({**good, "seconds": {}}),
         "cost.B = -1.0": json.dumps({**good, "seconds": {**seconds, "B": [-1] * 4}}),
     }
     for problem, text in bad.items():
@@ -150,8 +154,11 @@ def test_what_is_no_such_file_is_refused(measured: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", ["tied", "frozen_beginning", "in_place"])
 def test_every_kind_of_parameter_can_be_measured(kind: str) -> None:
     config = kind_of(kind, 2, 1)
-    costs = measure(config, make_plan(config), 1, transfer=0.5)
-    assert len(costs.F) == 2
+    costs, link = measure(config, make_plan(config), 1, transfer=0.5)
+    assert link is None
+    assert len(costs.F) == len(costs.optimizer) == 2
+    assert all(value > 0 for value in (*costs.gather, *costs.optimizer))
+    assert not costs.overlap
     assert costs.comm == 0.5
 
 
@@ -159,7 +166,8 @@ def test_a_resumed_run_keeps_them_while_its_chunks_are_the_same(measured: Path) 
     config = small(f"parallel.costs={measured}").resolved()
     manifest = SimpleNamespace(config=config.to_dict())
     checkpoint = SimpleNamespace(path="there", step=1, config=config, manifest=manifest)
-    assert resumed(checkpoint, ["parallel.shards=1", "parallel.replicas=2"]).parallel.costs == str(measured)
+    assert resumed(checkpoint, ["train.steps=999"]).parallel.costs == str(measured)
+    assert resumed(checkpoint, ["parallel.shards=1", "parallel.replicas=2"]).parallel.costs == ""  # other exchanges
     assert resumed(checkpoint, ["parallel.chunks=1"]).parallel.costs == ""
     auto = resumed(checkpoint, ["parallel.unit=auto"]).parallel
     assert (auto.unit, auto.memory_limit) == ("auto", 0)

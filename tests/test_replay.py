@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from jobs.schedule import schedule
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.metrics import kinds
 from zeropp_ray.schedule import (
@@ -230,3 +233,54 @@ def test_costs_that_cannot_be() -> None:
         Costs((1, 1), (1, 1), (1, 1), hops=(1, 1))
     with pytest.raises(ConfigError, match=r"cost.vote = -1: not a duration"):
         Costs.uniform(2, vote=-1)
+
+
+# --- the command
+
+
+def shown(*arguments: str) -> Any:
+    return json.loads(CliRunner().invoke(schedule, [*arguments, "--format", "json"], catch_exceptions=False).output)
+
+
+def test_the_command_takes_what_is_besides_tasks() -> None:
+    plain, whole = shown("--stages", "4"), shown("--stages", "4", "--besides", "2,3,1,1")
+    assert whole.keys() - plain.keys() == {"besides", "exposed"}
+    assert whole["makespan"] > plain["makespan"]
+    assert whole["besides"]["gather"] == [2] * 8
+    assert all(waits > 0 for waits in whole["exposed"])
+    text = CliRunner().invoke(schedule, ["--besides", "2,3,1,1"], catch_exceptions=False).output
+    assert "waits for gathers and reduces" in text
+
+
+def test_a_link_between_nodes_is_slow_where_it_is() -> None:
+    inside, between, both = (
+        shown("--stages", "4", "--cost", "1,1,1,0.1", *more)["makespan"]
+        for more in ((), ("--nodes", "4", "--between", "2"), ("--nodes", "2", "--between", "2"))
+    )
+    assert inside < both < between
+    assert between == shown("--stages", "4", "--cost", "1,1,1,2")["makespan"]
+
+
+def test_dear_gathers_tell_the_policies_apart() -> None:
+    rows = {
+        row["policy"]: row for row in shown("--stages", "4", "--besides", "1,1,0,0", "--policy", "all", "--compare")
+    }
+    free = {row["policy"]: row for row in shown("--stages", "4", "--policy", "all", "--compare")}
+    assert rows["zeropp"]["makespan"] - free["zeropp"]["makespan"] < 5
+    assert rows["interleaved"]["makespan"] - free["interleaved"]["makespan"] > 10
+    nodes = ("--nodes", "2", "--between", "1", "--policy", "zb-v", "--compare")
+    assert shown("--stages", "4", *nodes)[0]["makespan"] > free["zb-v"]["makespan"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("--besides 1,2", "--besides = 1,2: not four numbers; give those of gather, reduce, update and vote"),
+        ("--besides 1,2,-3,4", "cost.optimizer = -3: not a duration"),
+        ("--nodes 3", "--nodes = 3: stages lie on 1 to 2 nodes"),
+        ("--between 1", "--between = 1: there is one node; give --nodes too"),
+        ("--besides 1,1,1,1 --costs there.json", "--besides = 1,1,1,1: is in there.json too"),
+    ],
+)
+def test_what_the_command_refuses(arguments: str, problem: str) -> None:
+    assert str(CliRunner().invoke(schedule, arguments.split()).exception).startswith(problem)

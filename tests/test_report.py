@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import itertools
 import json
@@ -20,7 +21,7 @@ from jobs.schedule import schedule
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.report import colors, to_html, to_svg, to_trace
 from zeropp_ray.report.timeline import lanes
-from zeropp_ray.schedule import COMPUTE, POLICIES, Costs, Op, Program, compile_forward, compile_program, resolve
+from zeropp_ray.schedule import COMPUTE, POLICIES, Costs, Op, Program, Sizes, compile_forward, compile_program, resolve
 
 SVG = "{http://www.w3.org/2000/svg}"
 UNEVEN = (1, 1.3, 0.7, 0.25)
@@ -28,13 +29,17 @@ UNEVEN = (1, 1.3, 0.7, 0.25)
 
 def program(stages: int = 4, microbatches: int = 16, policy: str = "zeropp", **choices: Any) -> Program:
     chunks = choices.pop("chunks", POLICIES[policy].chunks or 2)
-    costs = Costs.uniform(stages * chunks, *choices.pop("cost", UNEVEN))
+    costs = Costs.uniform(stages * chunks, *choices.pop("cost", UNEVEN), *choices.pop("besides", ()))
+    if choices.get("overlap") is not None:
+        costs = dataclasses.replace(costs, overlap=choices.pop("overlap"))
     return compile_program(resolve(stages, chunks, microbatches, costs=costs, policy=policy, **choices))
 
 
 CASES = {
     **{policy: {"policy": policy} for policy in POLICIES},
     "all-choices": {"chunks": 3, "unit": 5, "prefetch": True, "recompute": "selective", "reduce": "step"},
+    "whole-step": {"unit": 4, "besides": (0.8, 3, 0.5, 0.4), "prefetch": True},
+    "alone": {"unit": 4, "besides": (0.8, 3, 0.5, 0.4), "chunks": 1, "overlap": False},
     "least": {"stages": 1, "chunks": 1, "microbatches": 1, "recompute": "full"},
 }
 
@@ -47,8 +52,9 @@ def test_what_is_held_over_time_has_the_peaks_of_the_replay(choices: dict[str, A
         assert max(value for _, value in lane.live) == pytest.approx(timeline.peak_activations[p])
         assert max(value for _, value in lane.inputs) == pytest.approx(timeline.peak_inputs[p] / made.spec.chunks)
         assert max(value for _, value in lane.resident_chunks) == timeline.peak_resident[p]
-        assert max(value for _, value in lane.open_buffers) == timeline.peak_gradient_buffers[p]
-        for curve in (lane.live, lane.inputs, lane.resident_chunks, lane.open_buffers):
+        in_flight = made.spec.costs.tasks_alone == 0  # buffers then, while the next one is open
+        assert 0 <= max(value for _, value in lane.open_buffers) - timeline.peak_gradient_buffers[p] <= in_flight
+        for curve in (lane.live, lane.waiting, lane.inputs, lane.resident_chunks, lane.open_buffers):
             assert curve[0][0] == curve[-1][1] == 0
         assert len(lane.resident) == timeline.gathers[p]
         assert len(lane.buffers) == timeline.reduces[p]
@@ -93,6 +99,10 @@ def test_the_picture_has_every_task_where_it_runs(choices: dict[str, Any]) -> No
         marks = [shape.get("class") for shape in g]
         assert marks.count("gather") == timeline.gathers[p]
         assert marks.count("reduce") == timeline.reduces[p]
+        timed = not made.spec.costs.tasks_alone
+        assert marks.count("sent") == timed * timeline.gathers[p]
+        assert marks.count("sent reduce") == timed * timeline.reduces[p]
+        assert marks.count("besides") == timed * 2
     fronts = [path for path in drawn.iter(f"{SVG}path") if path.get("class") == "front" and len(path)]
     assert len(fronts) == len(made.spec.units)
     texts = {text.text for text in drawn.iter(f"{SVG}text")}
@@ -104,6 +114,20 @@ def test_the_picture_has_every_task_where_it_runs(choices: dict[str, Any]) -> No
 def test_a_task_says_what_it_is() -> None:
     drawn = to_svg(program(stages=2, microbatches=4, unit=2, cost=(1, 1, 1, 0)))
     assert "<title>forward (F) of chunk 1, micro-batch 2\nrank 0, from 12 to 13\nmodel chunk 2, unit 1</title>" in drawn
+
+
+def test_memory_by_kind_is_drawn_where_sizes_are_known() -> None:
+    costs = Costs.uniform(8, *UNEVEN)
+    columns = [tuple(mega * 1e6 for _ in range(8)) for mega in (10, 20, 30, 12, 4)]
+    known = dataclasses.replace(costs, sizes=Sizes(*columns))
+    without, drawn = (to_svg(compile_program(resolve(4, 2, 12, costs=each))) for each in (costs, known))
+    assert "weight inputs" not in without
+    panel = drawn[drawn.index("MB on rank") :]
+    for kind in ("resident parameters", "gradient buffers", "activations", "weight inputs"):
+        assert f">{kind}</text>" in panel
+    assert ">chunk inputs</text>" not in panel  # nothing is recomputed
+    names = {event["name"] for event in to_trace(compile_program(resolve(4, 2, 12, costs=known)))["traceEvents"]}
+    assert "weight inputs (bytes)" in names
 
 
 def test_a_forward_program_can_be_drawn() -> None:
@@ -135,6 +159,10 @@ def test_the_trace_has_every_task_and_no_overlap(choices: dict[str, Any]) -> Non
     for spans in threads.values():
         assert all(one[1] <= other[0] + 1e-6 for one, other in itertools.pairwise(sorted(spans)))
     assert max(end for spans in threads.values() for _, end in spans) == pytest.approx(1000 * made.makespan)
+    timed = [event for event in slices if event["cat"] == "collective"]
+    assert len(timed) == (0 if made.spec.costs.tasks_alone else sum(made.gathers) + sum(made.reduces))
+    besides = [event["name"] for event in slices if event["cat"] == "other" and event["pid"] == 0]
+    assert len(besides) == (0 if made.spec.costs.tasks_alone else 2)
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     assert named == threads.keys()
     counters = {event["name"] for event in events if event["ph"] == "C"}
@@ -245,6 +273,7 @@ BROWSER = {
     "p4": ({"microbatches": 8}, 1),
     "p4-all-choices": (CASES["all-choices"] | {"microbatches": 60}, 2),
     "p16": ({"stages": 16, "microbatches": 64}, 2),
+    "p4-whole-step": (CASES["whole-step"] | {"microbatches": 8}, 1),
     "p16-interleaved": ({"stages": 16, "microbatches": 64, "policy": "interleaved"}, 2),
     "p16-zb-v": ({"stages": 16, "microbatches": 32, "policy": "zb-v"}, 2),
 }

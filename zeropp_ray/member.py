@@ -192,7 +192,7 @@ class StageMember:
             progress=progress,
         )
         self._measured = self.engine.measured
-        norm, held = self._squared_norm(), self._copies.acknowledged()
+        norm, held = self.squared_norm(), self._copies.acknowledged()
         self.reached("vote")
         return Vote(sums.loss, sums.tokens, norm, time.perf_counter() - start, held)
 
@@ -215,7 +215,7 @@ class StageMember:
             self._memory = meter.result()
         return vote
 
-    def _squared_norm(self) -> float:
+    def squared_norm(self) -> float:
         """Of the reduced gradients that this member answers for."""
         return sum(float(torch.linalg.vector_norm(flat.owned_gradient)) ** 2 for flat in self._answered_for())
 

@@ -34,8 +34,8 @@ def resumed(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
             automatic.add("parallel.microbatches")  # follow from the budget
     for name in automatic - changed:
         values["parallel"][name.partition(".")[2]] = 0
-    if changed & {"parallel.stages", "parallel.chunks", "parallel.microbatch_size"}:
-        values["parallel"]["costs"] = ""  # were measured for other chunks
+    if changed & {f"parallel.{name}" for name in ("stages", "chunks", "microbatch_size", "shards", "zero1")}:
+        values["parallel"]["costs"] = ""  # were measured for other chunks, or other exchanges
     config = overridden(values, overrides).resolved()
     was = checkpoint.config.resolved()
     differs = _differences("model", was.model, config.model)

@@ -1,7 +1,7 @@
 """Measured costs of a model's chunks, in a file: what ``zeropp profile`` writes, and ``parallel.costs`` names.
 
-JSON, in seconds. It says which model, dtype, micro-batch size and cut it was measured with, and is taken for no other.
-On how many stages the chunks lie makes no difference.
+JSON, in seconds and bytes. It says which model, dtype, micro-batch size, cut and shards it was measured with, and is
+taken for no other. On how many stages the chunks lie makes no difference. Version 1 had tasks alone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.files import expanded
-from zeropp_ray.schedule.costs import Costs
+from zeropp_ray.schedule.costs import Costs, Sizes
 
-FORMAT, VERSION = "zeropp costs", 1
+FORMAT, VERSION = "zeropp costs", 2
+CUT = "blocks of the chunks"
+_TASKS = ("F", "B", "W", "RF", "gather", "reduce", "optimizer")  # seconds of each chunk
 
 
 def identity(config: RunConfig, ranges: Sequence[range]) -> dict[str, Any]:
@@ -28,7 +30,9 @@ def identity(config: RunConfig, ranges: Sequence[range]) -> dict[str, Any]:
         **model,
         "train.dtype": config.train.dtype,
         "parallel.microbatch_size": config.parallel.microbatch_size,
-        "blocks of the chunks": [len(blocks) for blocks in ranges],
+        "parallel.shards": config.parallel.shards,
+        "parallel.zero1": config.parallel.zero1,
+        CUT: [len(blocks) for blocks in ranges],
     }
     return json.loads(json.dumps(found, default=str))  # as it comes back from a file
 
@@ -38,7 +42,16 @@ def write_costs(path: Path, measured_with: Mapping[str, Any], costs: Costs, note
 
     Raises ConfigError if it is there, or cannot be written.
     """
-    values = {"format": FORMAT, "version": VERSION, "of": measured_with, "seconds": asdict(costs), "measured": notes}
+    seconds = {name: getattr(costs, name) for name in (*_TASKS, "comm", "vote")}
+    values = {
+        "format": FORMAT,
+        "version": VERSION,
+        "of": measured_with,
+        "seconds": seconds,
+        "overlap": costs.overlap,
+        "bytes": asdict(costs.sizes) if costs.sizes else None,
+        "measured": notes,
+    }
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(json.dumps(values, indent=1) + "\n")
@@ -67,12 +80,21 @@ def read_costs(path: str | Path, name: str = "parallel.costs") -> tuple[dict[str
         raise ConfigError(f"{told}: is of version {values.get('version')}, and {VERSION} can be read{again}")
     try:
         of, seconds = values["of"], values["seconds"]
-        F, B, W = (tuple(float(value) for value in seconds[task]) for task in "FBW")
-        return dict(of), Costs(F, B, W, float(seconds["comm"]))
+        each = {name: _floats(seconds[name]) for name in _TASKS}
+        held = values["bytes"]
+        sizes = held and Sizes(**{name: _floats(column) for name, column in held.items()})
+        F, B, W, RF, gather, reduce, optimizer = each.values()
+        comm, vote = float(seconds["comm"]), float(seconds["vote"])
+        overlap = bool(values["overlap"])
+        return dict(of), Costs(F, B, W, comm, RF, gather, reduce, optimizer, (), vote, overlap, sizes)
     except ConfigError as error:
         raise ConfigError(f"{told}: is damaged: {error}{again}") from None
-    except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"{told}: is damaged: no seconds of F, B, W and comm, or not of what{again}") from None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{told}: is damaged: no seconds or bytes of each chunk, or not of what{again}") from None
+
+
+def _floats(values: Sequence[Any]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
 
 
 def costs_of(config: RunConfig, ranges: Sequence[range]) -> Costs:

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.planner.cost_file import identity, read_costs, refuse_another
+from zeropp_ray.planner.cost_file import CUT, identity, read_costs, refuse_another
 from zeropp_ray.planner.sizes import Measured
 
 
@@ -19,11 +19,11 @@ def measured(path: str | Path, config: RunConfig, name: str) -> Measured:
     else, or of less than three chunks.
     """
     of, costs = read_costs(path, name)
-    cut = ("parallel.microbatch_size", "blocks of the chunks")
-    there = {key: value for key, value in of.items() if key not in cut}
-    here = {key: value for key, value in identity(config, ()).items() if key not in cut}
+    layout = [key for key in of if key.startswith("parallel.") or key == CUT]  # what was measured of one serves any
+    there = {key: value for key, value in of.items() if key not in layout}
+    here = {key: value for key, value in identity(config, ()).items() if key not in layout}
     refuse_another(there, here, f"{name} = {str(path)!r}")
-    blocks, size = of[cut[1]], of[cut[0]]
+    blocks, size = of[CUT], of["parallel.microbatch_size"]
     if len(blocks) < 3:
         raise ConfigError(
             f"{name} = {str(path)!r}: of {len(blocks)} chunks, and what a block takes shows from the third on; measure "

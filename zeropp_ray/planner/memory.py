@@ -12,7 +12,7 @@ from zeropp_ray.layout import Member
 from zeropp_ray.metrics import kinds
 from zeropp_ray.planner.peak import StageBytes, TaskBytes, peak
 from zeropp_ray.precision import Precision
-from zeropp_ray.schedule import Op
+from zeropp_ray.schedule import Op, Sizes
 
 if TYPE_CHECKING:
     from zeropp_ray.models.describe import ParameterSet
@@ -46,7 +46,7 @@ def predict_memory(plan: Plan, config: RunConfig, stage: int) -> dict[str, int]:
             between_steps=now,
             tasks=[_task_sizes(plan, config, chunk) for chunk in owned],
             recomputed=plan.program.spec.recomputed,
-            message=compute * config.parallel.microbatch_size * plan.description.seq_len * plan.description.hidden,
+            message=message_bytes(plan, config),
             before=[chunk > 0 for chunk in owned],
             behind=[chunk + 1 < len(plan.ranges) for chunk in owned],
             resident=resident,
@@ -55,6 +55,27 @@ def predict_memory(plan: Plan, config: RunConfig, stage: int) -> dict[str, int]:
         ),
     )
     return {kind: int(size) for kind, size in fullest.items()}
+
+
+def message_bytes(plan: Plan, config: RunConfig) -> int:
+    """Of an activation, or of its gradient, between two stages."""
+    width = Precision.of(config.train.dtype).compute.itemsize
+    return width * config.parallel.microbatch_size * plan.description.seq_len * plan.description.hidden
+
+
+def chunk_sizes(plan: Plan, config: RunConfig) -> Sizes:
+    """Bytes that each model chunk holds while a step runs; of parameters and gradients as the members of a stage see
+    them, unsharded.
+    """
+    compute, master = (dtype.itemsize for dtype in Precision.of(config.train.dtype))
+    rows = []
+    for chunk in range(len(plan.ranges)):
+        used = [each for each in plan.sets if chunk in each.chunks]
+        parameters = compute * _padded(used, plan.layout.pieces)
+        gradients = master * _padded([each for each in used if each.trained], plan.layout.pieces)
+        sizes = _task_sizes(plan, config, chunk)
+        rows.append((parameters, gradients, sizes.saved, sizes.stashed, sizes.input))
+    return Sizes(*zip(*rows, strict=True))
 
 
 def _between_steps(plan: Plan, stage: int, held: list[ParameterSet], compute: int, master: int) -> dict[str, int]:

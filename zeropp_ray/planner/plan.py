@@ -53,7 +53,7 @@ class Plan:
             "tokens_per_step": sequences * config.model.seq_len,
             "predicted_memory": max(stages, key=lambda kinds: sum(kinds.values())),
             "bubble": program.bubble,
-            "predicted_step_s": program.makespan if config.parallel.costs else None,  # of the tasks alone
+            "predicted_step_s": program.makespan if config.parallel.costs else None,
             "gathers": max(program.gathers),
             "reduces": max(program.reduces),
             "limit": spec.memory_limit,

@@ -1,7 +1,9 @@
-"""Measure what the chunks of a model take on this machine: ``F``, ``B`` and ``W`` of a micro-batch each.
+"""Measure what a step costs on this machine: tasks of every model chunk, its exchanges, its update, and a message.
 
 One model chunk at a time is built as the only chunk of a stage of its own, and a member's engine runs micro-batches
-through it. Its neighbours are not there: what would come from them is random, what would go to them is dropped.
+through it. Its neighbours are not there: what would come from them is random, what would go to them is dropped. So a
+task's time is that of the engine's instruction. Gathers and reduces are the engine's too where a stage has one member,
+which copies by itself; of several they are exchanges between processes, as messages are (``exchanges.py``).
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from zeropp_ray.comm.base import Group, Links
 from zeropp_ray.config import RunConfig
 from zeropp_ray.layout import Member
 from zeropp_ray.member import Batch, StageMember
+from zeropp_ray.planner.exchanges import Exchanges, measure_exchanges
+from zeropp_ray.planner.memory import chunk_sizes, message_bytes
 from zeropp_ray.planner.plan import Plan
-from zeropp_ray.schedule import Action, Costs, Op
+from zeropp_ray.precision import Precision
+from zeropp_ray.schedule import Action, Costs, Link, Op
+from zeropp_ray.vote import Decision
 
 _WARM_UP = 2  # micro-batches that are not counted
+_RESIDENCY = 3  # micro-batches from a gather to its reduce
 _LEAST_S = 1e-6  # a clock's tick: what is too short to measure takes its time too
 
 
@@ -72,21 +79,67 @@ class _Samples:
         return self.microbatch(0, m)
 
 
-def measure(config: RunConfig, plan: Plan, microbatches: int, transfer: float = 0.0) -> Costs:
-    """Seconds of ``F``, ``B`` and ``W`` of every model chunk: medians of ``microbatches`` micro-batches, after a few to
-    warm up, with as many threads as a member of the run has. The time of a ``transfer`` is not measured.
+@dataclass(frozen=True)
+class _Chunk:
+    """Seconds that a model chunk takes."""
+
+    F: float
+    B: float
+    W: float
+    gather: float  # by a stage of one member
+    reduce: float
+    optimizer: float
+
+
+def measure(
+    config: RunConfig, plan: Plan, microbatches: int, transfer: float | None = None, vote: float = 0.0
+) -> tuple[Costs, Link | None]:
+    """Costs in seconds, and the link that a message was measured over.
+
+    Of ``F``, ``B`` and ``W`` medians of ``microbatches`` micro-batches, after a few to warm up, with as many threads as
+    a member of the run has. Where the time of a ``transfer`` is stated, and a stage has one member, no process is
+    started. The ``vote`` is stated: it is a round of the run's driver.
+
+    Raises ConfigError if exchanges cannot be measured.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, int(config.resources.cpus)))
     try:
-        rows = [_measure_chunk(config, plan, c, microbatches) for c in range(len(plan.ranges))]
+        chunks = [_measure_chunk(config, plan, c, microbatches) for c in range(len(plan.ranges))]
     finally:
         torch.set_num_threads(threads)
-    F, B, W = (tuple(row[task] for row in rows) for task in range(3))
-    return Costs(F, B, W, transfer)
+    each = {name: tuple(getattr(chunk, name) for chunk in chunks) for name in ("F", "B", "W", "gather", "reduce")}
+    link = None
+    sizes = chunk_sizes(plan, config)
+    if transfer is None or config.parallel.shards > 1:
+        measured = measure_exchanges(_exchanges(plan, config))
+        if transfer is None:
+            link = measured.link
+            transfer = round(link.time(message_bytes(plan, config)), 6)
+        if config.parallel.shards > 1:
+            each["gather"], each["reduce"] = (
+                tuple(round(seconds, 6) for seconds in times) for times in (measured.gather, measured.reduce)
+            )
+    optimizer = tuple(round(chunk.optimizer / _owners(config), 6) for chunk in chunks)
+    overlap = config.parallel.shards > 1
+    return Costs(**each, comm=transfer, optimizer=optimizer, vote=vote, overlap=overlap, sizes=sizes), link
 
 
-def _measure_chunk(config: RunConfig, plan: Plan, c: int, microbatches: int) -> tuple[float, float, float]:
+def _owners(config: RunConfig) -> int:
+    """Among how many members the update of a chunk is shared out."""
+    return config.parallel.shards * (config.parallel.replicas if config.parallel.zero1 else 1)
+
+
+def _exchanges(plan: Plan, config: RunConfig) -> Exchanges:
+    sizes, precision = chunk_sizes(plan, config), Precision.of(config.train.dtype)
+    parameters = [int(size) // precision.compute.itemsize for size in sizes.parameters]
+    trained = [int(size) // precision.master.itemsize for size in sizes.gradients]
+    return Exchanges(
+        config.parallel.shards, parameters, trained, precision.compute, precision.master, message_bytes(plan, config)
+    )
+
+
+def _measure_chunk(config: RunConfig, plan: Plan, c: int, microbatches: int) -> _Chunk:
     chunks = len(plan.ranges)
     layout = replace(plan.layout, stages=chunks, chunks=1, shards=1, replicas=1, zero1=False, placement="looped")
     config = replace(config, recovery=replace(config.recovery, enabled=False))
@@ -95,17 +148,39 @@ def _measure_chunk(config: RunConfig, plan: Plan, c: int, microbatches: int) -> 
     member = StageMember(config, replace(plan, layout=layout), Member(c, 0, 0), samples)
     alone = _Alone()
     member.join(Links(pipeline=alone, stage=alone, replicas=alone, checkpoint=alone, copies=alone))
-    program = list(_program(c > 0, c < chunks - 1, _WARM_UP + microbatches))
+    taken: dict[Op, list[float]] = {op: [] for op in (Op.F, Op.B, Op.W, Op.GATHER, Op.REDUCE)}
     times: list[float] = []
-    member.engine.run(
-        program, lambda m: samples.microbatch(0, m), training=True, progress=lambda _: times.append(time.perf_counter())
-    )
-    taken: dict[Op, list[float]] = {Op.F: [], Op.B: [], Op.W: []}
-    for action, start, end in zip(program, times, times[1:], strict=False):
-        if action.op in taken:
-            taken[action.op].append(end - start)
-    F, B, W = (round(median(each[_WARM_UP:]), 6) for each in taken.values())
-    return max(F, _LEAST_S), B, W
+    updates: list[float] = []
+    program = list(_program(c > 0, c < chunks - 1, _RESIDENCY))
+    while len(updates) < 2 or len(taken[Op.F]) < _WARM_UP + microbatches:  # the first of what comes once warms up
+        times.clear()
+        member.engine.run(
+            program,
+            lambda m: samples.microbatch(0, m),
+            training=True,
+            progress=lambda _: times.append(time.perf_counter()),
+        )
+        for action, start, end in zip(program, times, times[1:], strict=False):
+            if action.op in taken:
+                taken[action.op].append(end - start)
+        updates.append(_update(member))
+    F, B, W = (_seconds(taken[op][_WARM_UP:]) for op in (Op.F, Op.B, Op.W))
+    gather, reduce, update = map(_seconds, (taken[Op.GATHER][1:], taken[Op.REDUCE][1:], updates[1:]))
+    return _Chunk(max(F, _LEAST_S), B, W, gather, reduce, update)
+
+
+def _seconds(times: list[float]) -> float:
+    return round(median(times), 6)
+
+
+def _update(member: StageMember) -> float:
+    """Seconds of what a member does between the last instruction of a step and the first of the next."""
+    start = time.perf_counter()
+    member.squared_norm()
+    member.flush(Decision(1, True, 0.0, 0.0, 1, 0.0))  # a factor of 0 leaves numbers as they are, near enough
+    for flat in member.engine.sets:
+        flat.zero_gradient()
+    return time.perf_counter() - start
 
 
 def _program(before: bool, behind: bool, microbatches: int) -> Iterator[Action]:

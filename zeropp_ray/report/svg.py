@@ -8,12 +8,13 @@ keeps ``labels`` in sight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from zeropp_ray.report import colors
-from zeropp_ray.report.timeline import Collective, Curve, Held, Task, lanes
+from zeropp_ray.report.timeline import Collective, Held, Other, Task, lanes
 from zeropp_ray.schedule.actions import Op
+from zeropp_ray.schedule.held import Curve, fullest
 from zeropp_ray.schedule.program import Program
 from zeropp_ray.schedule.render import summary, title
 from zeropp_ray.schedule.spec import ScheduleSpec
@@ -24,10 +25,12 @@ LETTERS = {Op.F: "F", Op.RF: "R", Op.B: "B", Op.W: "W"}
 # In pixels. The time axis is as long as the shortest task needs for the number of its micro-batch, within these bounds.
 _NARROWEST, _WIDEST = 1100, 5000
 _LEFT, _RIGHT, _EDGE = 92, 120, 16
-_LANE, _RESIDENT, _BUFFER, _GAP = 28, 11, 6, 10  # heights
-_LIVE, _CHUNKS = 130, 56  # heights of the two panels of memory
+_LANE, _EXCHANGE, _RESIDENT, _BUFFER, _GAP = 28, 9, 11, 6, 10  # heights
+_LIVE, _CHUNKS, _BYTES = 130, 56, 110  # heights of the panels of memory
 _SIGN = 6.0  # width of a sign in a task's label; generous
 _PARTED = 6  # the least width at which tasks are parted by a white line, which would drown the colour of narrower ones
+
+_SHADES = ("#c7c7c7", "#d9b8a7", "#35618f", "#f2c14e", "#7fb69a")  # of the kinds of memory, each beside the next
 
 _STYLE = """\
 text { font: 11px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #222; }
@@ -41,6 +44,8 @@ text { font: 11px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #22
 .gather { fill: #000; } .reduce { fill: #fff; stroke: #000; stroke-width: 1.2; }
 .live { fill: none; stroke-width: 1.5; } .live.most { stroke-width: 3; } .other { fill: none; stroke: #222; }
 .resident { stroke: #aaa; stroke-width: 3; } .open { stroke: #8c2d04; stroke-width: 1.5; }
+.sent { fill: #000; } .sent.reduce { fill: #fff; stroke: #000; stroke-width: 1; } .besides { fill: #777; }
+.dotted { stroke-dasharray: 1.5 2.5; stroke-width: 2; } .kind { stroke: #222; stroke-width: .6; }
 .dashed { stroke-dasharray: 5 3; } .halo { stroke: #fff; stroke-width: 3; paint-order: stroke; }
 .parted .task { stroke: #fff; stroke-width: .5; }"""
 
@@ -62,6 +67,7 @@ class Picture:
         self.timeline, self.lanes = lanes(program)
         durations = [task.end - task.start for lane in self.lanes for task in lane.tasks if task.end > task.start]
         self.makespan = self.timeline.makespan
+        self.exchange = _EXCHANGE * any(lane.timed_exchanges for lane in self.lanes)  # the height of their row
         self.digits = len(str(self.spec.microbatches - 1))
         self.shortest = min(durations)
         labelled = (_SIGN * self.digits + 2) * self.makespan / self.shortest
@@ -75,21 +81,24 @@ class Picture:
     def draw(self) -> str:
         head, top = self._head()
         heights = [
-            _LANE + _RESIDENT * _rows(lane.resident) + (_BUFFER * _rows(lane.buffers)) + _GAP for lane in self.lanes
+            _LANE + self.exchange + _RESIDENT * _rows(lane.resident) + _BUFFER * _rows(lane.buffers) + _GAP
+            for lane in self.lanes
         ]
         tops = [top + 22 + sum(heights[:p]) for p in range(len(heights))]
         axis = tops[-1] + heights[-1] + 4
         live = axis + 62
         chunks = live + _LIVE + 48
-        height = chunks + _CHUNKS + 30
-        fullest = max(range(len(self.lanes)), key=lambda p: self.timeline.peak_activations[p])
+        by_kind = chunks + _CHUNKS + 48
+        height = (by_kind + _BYTES if self.timeline.held else chunks + _CHUNKS) + 30
+        most = max(range(len(self.lanes)), key=lambda p: self.timeline.peak_activations[p])
         body = [
             *self._grid(tops[0], axis),
             *self._axis(axis),
             *(line for p, y in enumerate(tops) for line in self._rank(p, y)),
             *self._fronts(tops),
-            *self._live(live, fullest),
-            *self._chunks(chunks, fullest),
+            *self._live(live, most),
+            *self._chunks(chunks, most),
+            *(self._kinds(by_kind) if self.timeline.held else ()),
         ]
         labels = [
             f'<rect x="0" y="{tops[0] - 4:g}" width="{_LEFT - 4}" height="{axis - tops[0]:g}" fill="#fff"/>',
@@ -151,7 +160,13 @@ class Picture:
             each = f"a chunk and micro-batch: F {costs.F[0]:g}, B {costs.B[0]:g}, W {costs.W[0]:g}"
         else:
             each = "F, B and W as measured or estimated for each chunk"
-        return f"costs {each}; a transfer between ranks: {costs.comm:g}"
+        hops = sorted({f"{hop:g}" for hop in costs.hops} or {f"{costs.comm:g}"}, key=float)
+        text = f"costs {each}; a transfer between ranks: {' or '.join(hops)}"
+        if any((*costs.gather, *costs.reduce)):
+            text += f"; a gather: {_range(costs.gather)}; a reduce: {_range(costs.reduce)}"
+        if any((*costs.optimizer, costs.vote)):
+            text += f"; an update: {_range(costs.optimizer)} a chunk; the vote: {costs.vote:g}"
+        return text
 
     def _legend(self) -> Iterator[tuple[float, Callable[[float, float], list[str]], str]]:
         """Width of a sign, what draws it around a height, and what it means."""
@@ -188,6 +203,21 @@ class Picture:
             ],
             "parameters resident, with the chunk",
         )
+        if self.exchange:
+            yield (
+                46,
+                lambda x, y: [
+                    f'<rect class="sent" x="{x:g}" y="{y - 3:g}" width="20" height="6"/>'
+                    f'<rect class="sent reduce" x="{x + 24:g}" y="{y - 3:g}" width="20" height="6"/>'
+                ],
+                "gather, reduce under way",
+            )
+        if any(lane.others for lane in self.lanes):
+            yield (
+                20,
+                lambda x, y: [f'<rect class="besides" x="{x:g}" y="{y - 8:g}" width="20" height="16"/>'],
+                "update of the weights, vote",
+            )
         yield 8, lambda x, y: [_gather(x + 1, y - 5, 10)], "gather"
         yield (
             24,
@@ -202,17 +232,21 @@ class Picture:
         lane = self.lanes[p]
         lines = [f'<text class="rank" x="{_LEFT - 12}" y="{y + _LANE / 2 + 5:g}">rank {p}</text>']
         if lane.resident:
-            lines.append(f'<text class="small" x="{_LEFT - 12}" y="{y + _LANE + 9:g}">parameters</text>')
+            below = y + _LANE + self.exchange + 9
+            lines.append(f'<text class="small" x="{_LEFT - 12}" y="{below:g}">parameters</text>')
         if lane.buffers:
-            below = y + _LANE + _RESIDENT * _rows(lane.resident) + 8
+            below = y + _LANE + self.exchange + _RESIDENT * _rows(lane.resident) + 8
             lines.append(f'<text class="small" x="{_LEFT - 12}" y="{below:g}">gradients</text>')
         return lines
 
     def _rank(self, p: int, y: float) -> Iterator[str]:
         lane = self.lanes[p]
-        resident, buffers = _LANE + 1, _LANE + _RESIDENT * _rows(lane.resident) + 2
+        resident = _LANE + self.exchange + 1
+        buffers = resident + 1 + _RESIDENT * _rows(lane.resident)
         yield f'<g class="lane" data-rank="{p}" transform="translate(0 {y:g})">'
         yield f'<rect class="idle" width="{self.axis:g}" height="{_LANE}"/>'
+        for other in lane.others:
+            yield self._other(p, other)
         for task in lane.tasks:
             yield self._task(p, task)
         for span in lane.resident:
@@ -223,6 +257,9 @@ class Picture:
         for each in lane.collectives:
             yield self._collective(p, each, resident, buffers)
         yield "</g>"
+
+    def _other(self, p: int, other: Other) -> str:
+        return self._box("besides", other.start, other.end, 0, _LANE, other.name + _when(p, other.start, other.end))
 
     def _task(self, p: int, task: Task) -> str:
         op, v, m = task.op, task.chunk, task.microbatch
@@ -252,12 +289,17 @@ class Picture:
 
     def _collective(self, p: int, each: Collective, resident: float, buffers: float) -> str:
         name = "gather the parameters" if each.op is Op.GATHER else "reduce the gradients"
-        text = f"<title>{name} of chunk {each.chunk}{_when(p, each.start, each.end)}</title>"
+        said = f"{name} of chunk {each.chunk}{_when(p, each.start, each.end)}"
+        text = f"<title>{said}</title>"
+        bar = ""
+        if each.end > each.start:
+            kind = "sent" if each.op is Op.GATHER else "sent reduce"
+            bar = self._box(kind, each.start, each.end, _LANE + 2, _EXCHANGE - 4, said)
         if each.op is Op.GATHER:
             shape = _gather(self.x(each.start), resident + _RESIDENT * each.row, _RESIDENT - 1)
         else:
             shape = _reduce(self.x(each.end), buffers + _BUFFER * each.row + (_BUFFER - 2) / 2)
-        return shape.replace("/>", f">{text}</path>")
+        return bar + shape.replace("/>", f">{text}</path>")
 
     def _fronts(self, tops: Sequence[float]) -> Iterator[str]:
         """A line through all lanes for each unit, where it starts, with its name above."""
@@ -292,40 +334,47 @@ class Picture:
 
     # --- memory
 
-    def _live(self, y: float, fullest: int) -> Iterator[str]:
+    def _live(self, y: float, most_at: int) -> Iterator[str]:
         spec, most = self.spec, self.timeline.peak_activations
         allowed = spec.live_chunks / spec.chunks
         inputs = [lane.inputs for lane in self.lanes] if any(spec.recomputed) else []
         top = max(allowed, *most, *(value for curve in inputs for _, value in curve))
         yield f'<g class="memory" transform="translate(0 {y:g})">'
         yield from self._panel(_LIVE, top)
-        for p in sorted(range(spec.stages), key=lambda p: p == fullest):  # that of the fullest on top
+        for p in sorted(range(spec.stages), key=lambda p: p == most_at):  # that of the fullest on top
             text = f"rank {p}: at most {most[p]:.6g} live"
             color = colors.css(colors.of_rank(p, spec.stages))
-            kind = f"live r{p}{' most' if p == fullest else ''}"
+            kind = f"live r{p}{' most' if p == most_at else ''}"
             yield self._curve(self.lanes[p].live, kind, _LIVE, top, text, f' stroke="{color}"')
         if inputs:
-            text = f"rank {fullest}: inputs of recomputed chunks, in micro-batches of as many inputs as chunks"
-            yield self._curve(inputs[fullest], "other dashed", _LIVE, top, text)
+            text = f"rank {most_at}: inputs of recomputed chunks, in micro-batches of as many inputs as chunks"
+            yield self._curve(inputs[most_at], "other dashed", _LIVE, top, text)
+        yield self._curve(
+            self.lanes[most_at].waiting, "other dotted", _LIVE, top, f"rank {most_at}: of these, from B to W"
+        )
         level = _LIVE * (1 - allowed / _above(top))
         yield f'<path class="bound" d="M0 {level:g}H{_n(self.axis)}"/>'
         yield from self._panel_labels("live activations, in micro-batches of a whole stage", _LIVE, top)
         yield f'<text class="halo" x="4" y="{level - 3:g}">allowed {allowed:.6g}</text>'
         x = 330.0
-        for p in sorted({0, spec.stages // 2, spec.stages - 1, fullest}):
+        for p in sorted({0, spec.stages // 2, spec.stages - 1, most_at}):
             color = colors.css(colors.of_rank(p, spec.stages))
-            thick = 3 if p == fullest else 1.5
-            text = f"rank {p}" + (f", the fullest: {most[p]:.6g}" if p == fullest else "")
+            thick = 3 if p == most_at else 1.5
+            text = f"rank {p}" + (f", the fullest: {most[p]:.6g}" if p == most_at else "")
             yield f'<path d="M{x:g} -12h22" stroke="{color}" stroke-width="{thick}"/>'
             yield f'<text x="{x + 28:g}" y="-8">{text}</text>'
             x += 50 + 6.1 * len(text)
         if inputs:
             yield f'<path class="other dashed" d="M{x:g} -12h22"/>'
-            yield f'<text x="{x + 28:g}" y="-8">chunk inputs kept by rank {fullest}, 1/V each</text>'
+            yield f'<text x="{x + 28:g}" y="-8">chunk inputs kept by rank {most_at}, 1/V each</text>'
+            x += 50 + 6.1 * 40
+        yield f'<path class="other dotted" d="M{x:g} -12h22"/>'
+        yield f'<text x="{x + 28:g}" y="-8">of these, from B to W</text>'
         yield "</g></g>"
 
     def _chunks(self, y: float, rank: int) -> Iterator[str]:
-        lane, most = self.lanes[rank], max(self.timeline.peak_resident[rank], self.timeline.peak_gradient_buffers[rank])
+        lane = self.lanes[rank]
+        most = max(value for _, value in (*lane.resident_chunks, *lane.open_buffers))
         yield f'<g class="memory" transform="translate(0 {y:g})">'
         yield from self._panel(_CHUNKS, most)
         both = (
@@ -338,6 +387,26 @@ class Picture:
         for _, kind, text, x in both:
             yield f'<path class="{kind}" d="M{x} -12h22"/>'
             yield f'<text x="{x + 28}" y="-8">{text}</text>'
+        yield "</g></g>"
+
+    def _kinds(self, y: float) -> Iterator[str]:
+        """Memory by kind, one on the other, of the rank where all of it is most."""
+        held = [fullest(lane.held) for lane in self.lanes]
+        rank = max(range(len(held)), key=lambda p: sum(held[p].values()))
+        curves = {kind: each for kind, each in self.lanes[rank].held.items() if any(value for _, value in each)}
+        mega, top = 1e6, sum(held[rank].values()) / 1e6
+        yield f'<g class="memory" transform="translate(0 {y:g})">'
+        yield from self._panel(_BYTES, top)
+        for kind, piled in reversed(_piled(curves)):
+            text = f"rank {rank}: {kind}, at most {max(value for _, value in curves[kind]) / mega:.4g} MB"
+            area = self._curve([(time, value / mega) for time, value in piled], "kind", _BYTES, top, text)
+            yield area.replace('"><title>', f'V{_BYTES}H0z" fill="{_SHADES[list(curves).index(kind)]}"><title>')
+        yield from self._panel_labels(f"MB on rank {rank}, at most {top:.4g}", _BYTES, top)
+        x = 190.0
+        for shade, kind in zip(_SHADES, curves, strict=False):
+            yield f'<rect class="kind" x="{x:g}" y="-18" width="14" height="11" fill="{shade}"/>'
+            yield f'<text x="{x + 20:g}" y="-8">{kind}</text>'
+            x += 34 + 6.1 * len(kind)
         yield "</g></g>"
 
     def _panel(self, height: float, top: float) -> Iterator[str]:
@@ -371,6 +440,26 @@ class Picture:
             f'<rect class="{kind}" x="{_n(left)}"{at} width="{_n(width)}" height="{height:g}">'
             f"<title>{escape(text)}</title></rect>"
         )
+
+
+def _piled(curves: Mapping[str, Curve]) -> list[tuple[str, Curve]]:
+    """Each curve on top of those before it."""
+    times = sorted({time for each in curves.values() for time, _ in each})
+    base, result = [0.0] * len(times), []
+    for kind, each in curves.items():
+        steps = iter([*each, (math.inf, 0.0)])
+        value, (until, following) = 0.0, next(steps)
+        for i, time in enumerate(times):
+            while until <= time:
+                value, (until, following) = following, next(steps)
+            base[i] += value
+        result.append((kind, list(zip(times, base, strict=True))))
+    return result
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def _gather(x: float, y: float, height: float) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zeropp_ray.report.timeline import Curve, Held, Lane, lanes
+from zeropp_ray.report.timeline import Held, Lane, lanes
 from zeropp_ray.schedule.actions import Action, Op
+from zeropp_ray.schedule.held import Curve
 from zeropp_ray.schedule.program import Program
 from zeropp_ray.schedule.render import summary, title
 
@@ -16,7 +17,7 @@ _TASKS, _RESIDENT = 1, 2  # threads of a rank; then one for each chunk that is r
 
 def to_trace(program: Program) -> dict[str, Any]:
     """A process for each rank; in it a thread of tasks, one for each row of resident chunks and of open gradient
-    buffers, collectives as instants if they take no time, and counters of what is held.
+    buffers, one of gathers and reduces, which are instants there where they take no time, and counters of what is held.
 
     One unit of time of the costs is shown as a millisecond.
     """
@@ -32,13 +33,18 @@ def to_trace(program: Program) -> dict[str, Any]:
 def _rank(program: Program, p: int, lane: Lane) -> Iterator[dict[str, Any]]:
     spec = program.spec
     buffers = _RESIDENT + _rows(lane.resident)
+    exchanges = buffers + _rows(lane.buffers)
     yield _name("process_name", 0, f"rank {p}")
     yield {"ph": "M", "name": "process_sort_index", "tid": 0, "args": {"sort_index": p}}
     yield _name("thread_name", _TASKS, "tasks")
     for tid in range(_RESIDENT, buffers):
         yield _name("thread_name", tid, "parameters resident")
-    for tid in range(buffers, buffers + _rows(lane.buffers)):
+    for tid in range(buffers, exchanges):
         yield _name("thread_name", tid, "gradient buffer open")
+    if lane.timed_exchanges:
+        yield _name("thread_name", exchanges, "gathers and reduces")
+    for other in lane.others:
+        yield _slice(other.name, _TASKS, other.start, other.end) | {"cat": "other"}
     for task in lane.tasks:
         yield {
             **_slice(str(Action(task.op, task.chunk, task.microbatch)), _TASKS, task.start, task.end),
@@ -54,15 +60,18 @@ def _rank(program: Program, p: int, lane: Lane) -> Iterator[dict[str, Any]]:
         for span in spans:
             yield _slice(f"chunk {span.chunk}", first + span.row, span.start, span.end) | {"cat": "memory"}
     for each in lane.collectives:
-        tid = each.row + (_RESIDENT if each.op is Op.GATHER else buffers)
+        tid = exchanges if lane.timed_exchanges else each.row + (_RESIDENT if each.op is Op.GATHER else buffers)
         name = str(Action(each.op, each.chunk))
         when = {"ph": "i", "s": "t", "name": name, "tid": tid, "ts": each.start * UNIT_OF_TIME}
         yield (_slice(name, tid, each.start, each.end) if each.end > each.start else when) | {"cat": "collective"}
     yield from _counter("live activations (micro-batches)", lane.live)
+    yield from _counter("of these, from B to W (micro-batches)", lane.waiting)
     if any(spec.recomputed):
         yield from _counter("chunk inputs kept (micro-batches)", lane.inputs)
     yield from _counter("chunks resident", lane.resident_chunks)
     yield from _counter("gradient buffers open", lane.open_buffers)
+    for kind, curve in lane.held.items():
+        yield from _counter(f"{kind} (bytes)", curve)
 
 
 def _rows(held: list[Held]) -> int:

@@ -6,11 +6,13 @@ A policy that is made for another number of chunks cuts a stage's work in so man
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.placement import stage_and_chunk
 from zeropp_ray.schedule.actions import Op
-from zeropp_ray.schedule.costs import Costs
+from zeropp_ray.schedule.costs import Costs, hops
 from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.program import Program, compile_program
 from zeropp_ray.schedule.replay import lower_bound
@@ -59,23 +61,48 @@ def compare(
     recompute: str = "none",
     reduce: str = "unit",
     name: Callable[[str], str] = "parallel.{}".format,
+    *,
+    besides: tuple[float, float, float, float] = (0, 0, 0, 0),
+    nodes: int = 1,
+    between: float = 0,
 ) -> list[Row | tuple[str, str]]:
     """A row for each policy, or its name and why it has no schedule here.
 
-    ``cost`` is of one of ``chunks``; ``unit`` and ``memory_limit`` are for the policies that have a choice there.
+    ``cost`` is of one of ``chunks``, as the first three of ``besides``: gather, reduce, update, and the vote. ``unit``
+    and ``memory_limit`` are for the policies that have a choice there. Of several ``nodes``, a message ``between`` two
+    of them takes that.
 
     Raises:
         ConfigError: for stages, chunks, micro-batches and costs that no policy takes.
     """
-    F, B, W, comm = cost
-    whole = Costs.uniform(max(stages * chunks, 1), F, B, W, comm)
-    least = lower_bound(resolve(stages, chunks, microbatches, costs=whole, recompute=recompute, name=name))
+
+    def of(own: int, placement: str) -> Costs:
+        share = chunks / own if own else 1
+        F, B, W, comm = cost
+        gather, reduced, update, vote = besides
+        costs = Costs.uniform(
+            max(stages * own, 1),
+            F * share,
+            B * share,
+            W * share,
+            comm,
+            gather=gather * share,
+            reduce=reduced * share,
+            optimizer=update * share,
+            vote=vote,
+        )
+        if nodes == 1:
+            return costs
+        owners = [stage_and_chunk(placement, stages, c)[0] for c in range(stages * own)]
+        return replace(costs, hops=hops(owners, stages, nodes, comm, between))
+
+    looped = of(chunks, "looped")
+    least = lower_bound(resolve(stages, chunks, microbatches, costs=looped, recompute=recompute, name=name))
     rows: list[Row | tuple[str, str]] = []
     for policy in policies:
         known = POLICIES[policy]
         own = known.chunks or chunks
-        share = chunks / own
-        costs = Costs.uniform(stages * own, F * share, B * share, W * share, comm)
+        costs = of(own, known.placement)
         try:
             limit = memory_limit if known.order is None else 0.0
             spec = resolve(

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from zeropp_ray.schedule.actions import COMPUTE, Action, Op
+from zeropp_ray.schedule.held import fullest
 from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.program import Program
 from zeropp_ray.schedule.replay import Timeline, replay
@@ -47,6 +48,7 @@ def to_json(program: Program) -> dict[str, Any]:
         "placement": spec.placement,
         # one number per task where all chunks cost the same, else one per model chunk
         "cost": {op: c[0] if costs.is_uniform else list(c) for op, c in columns.items()} | {"comm": costs.comm},
+        **_besides(spec, timeline),
         "memory_limit": int(spec.memory_limit) if spec.memory_limit == int(spec.memory_limit) else spec.memory_limit,
         "makespan": timeline.makespan,
         "lower_bound": timeline.lower_bound,
@@ -66,6 +68,18 @@ def to_json(program: Program) -> dict[str, Any]:
         "recomputed": list(spec.recomputed),
         "reduce": spec.reduce,
     }
+
+
+def _besides(spec: ScheduleSpec, timeline: Timeline) -> dict[str, Any]:
+    """What takes time besides tasks and messages, if something does; memory of each rank by kind, if it is known."""
+    costs, more = spec.costs, dict[str, Any]()
+    if not costs.tasks_alone:
+        each = ("RF", "gather", "reduce", "optimizer", "hops")
+        more["besides"] = {name: list(getattr(costs, name)) for name in each} | {"vote": costs.vote}
+        more["exposed"] = list(timeline.exposed)
+    if timeline.held:
+        more["memory_at_the_fullest"] = [fullest(curves) for curves in timeline.held]
+    return more
 
 
 def _action(model_chunk: int, action: Action, start: float, end: float) -> dict[str, Any]:
@@ -141,8 +155,10 @@ def summary(spec: ScheduleSpec, timeline: Timeline) -> list[str]:
     """What a step takes: a line each of time, memory and traffic."""
     makespan, bound = timeline.makespan, timeline.lower_bound
     inputs, buffers = max(timeline.peak_inputs), max(timeline.peak_gradient_buffers)
+    waits = f"; waits for gathers and reduces {max(timeline.exposed):.4g}" if any(timeline.exposed) else ""
     return [
-        f"time     makespan {makespan:.6g}, {makespan / bound:.3f} times the lower bound; bubble {timeline.bubble:.1%}",
+        f"time     makespan {makespan:.6g}, {makespan / bound:.3f} times the lower bound; "
+        f"bubble {timeline.bubble:.1%}{waits}",
         f"memory   {max(timeline.peak_activations):.6g} live micro-batches of {spec.memory_limit:.6g} allowed; "
         + (f"{inputs} chunk inputs kept; " if inputs else "")
         + f"{max(timeline.peak_resident)} of {spec.chunks} chunks resident; "
