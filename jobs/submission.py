@@ -151,9 +151,9 @@ def outcome(job: Job, log: str) -> Outcome:
     if said is None and status == "SUCCEEDED":
         said = 0
     if said is None and status == "FAILED" and code is not None:
-        if code < 0:
-            return Outcome(128 - code, f"was killed by signal {-code}")
-        said = int(code)
+        said = code if code >= 0 else 128 - code  # as a shell has it
+    if said is not None and said > 128:
+        return Outcome(said, f"was killed by signal {said - 128}")
     if said is not None:
         return Outcome(said, MEANINGS.get(said, "failed"))
     if status == "STOPPED":

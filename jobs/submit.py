@@ -57,8 +57,14 @@ at_address = click.option(
 @click.option(
     "--python", "interpreter", help="Python of the cluster; else this one if the cluster is this machine, or python."
 )
-@click.option("--entrypoint-cpus", type=float, metavar="N", help="CPUs for the process that starts the run; else none.")
-@click.option("--entrypoint-gpus", type=float, metavar="N", help="GPUs for it.")
+@click.option(
+    "--entrypoint-cpus",
+    "entrypoint_num_cpus",
+    type=float,
+    metavar="N",
+    help="CPUs for the process that starts the run; else none.",
+)
+@click.option("--entrypoint-gpus", "entrypoint_num_gpus", type=float, metavar="N", help="GPUs for it.")
 @click.option("--entrypoint-memory", type=int, metavar="BYTES", help="Memory for it.")
 @click.option(
     "--entrypoint-resource",
@@ -250,8 +256,7 @@ def _environment(variables: Sequence[str]) -> dict[str, str]:
 
 def _needs(entrypoint: dict[str, Any], resources: Sequence[str]) -> dict[str, Any]:
     """What Ray is to reserve for the process that starts the run, as arguments of ``submit_job``."""
-    names = {"cpus": "num_cpus", "gpus": "num_gpus", "memory": "memory"}
-    needs = {f"entrypoint_{names[key.removeprefix('entrypoint_')]}": n for key, n in entrypoint.items() if n}
+    needs = {name: amount for name, amount in entrypoint.items() if amount}
     if resources:
         try:
             pairs = [resource.split("=") for resource in resources]

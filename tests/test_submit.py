@@ -265,6 +265,7 @@ def test_without_the_dashboard_the_remedy_is_said(monkeypatch: pytest.MonkeyPatc
         (job("FAILED", 70), "error: x\nexit code 70: …\n", 70, "no progress"),
         (job("FAILED", 75), "a node was drained\nexit code 75: …\n", 75, "stopped with a checkpoint"),
         (job("FAILED", -9), "step 3/9  loss 1.0\n", 137, "killed by signal 9"),
+        (job("FAILED", 137), "step 3/9  loss 1.0\n", 137, "killed by signal 9"),
         (job("FAILED", None, message="no such package\nand more"), "", 1, "no such package"),
         (job("STOPPED"), "error: stopped after step 7\nexit code 75: stopped with a checkpoint\n", 75, "stopped with"),
         (job("STOPPED"), "step 7/9  loss 1.0\n", 1, "killed before it had saved"),
