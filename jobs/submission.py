@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
 DEFAULT = "http://127.0.0.1:8265"  # where Ray's dashboard listens if it is not told otherwise
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 EVERY_S = 1.0  # between two looks at a job
+PENDING_S = 10.0  # how long a job may wait to start before it is told why
 LOST_S = 60.0  # how long the cluster may not answer while a job is followed
 RUN, FOLDER, DIGEST, VERSION = "zeropp_run", "zeropp_folder", "zeropp_config", "zeropp_version"  # of a job's metadata
 
@@ -103,6 +105,7 @@ class Jobs:
         five seconds at most.
         """
         log, answered = "", time.monotonic()
+        patient_until = answered + PENDING_S
         while True:
             began = time.monotonic()
             try:
@@ -113,6 +116,9 @@ class Jobs:
                 sleep(EVERY_S)
                 continue
             answered, ended = time.monotonic(), info.status.is_terminal()
+            if info.status == "PENDING" and answered > patient_until:
+                show(f"waits to start: {_first(info.message)}\n")
+                patient_until = math.inf
             if ended or info.driver_node_id:
                 shown, log = len(log), self.log(job) or log
                 if len(log) > shown:

@@ -292,6 +292,15 @@ def test_a_log_is_followed_to_its_true_end(cluster: Cluster) -> None:
     assert "".join(shown) == "step 1\nstep 2\nerror: x\nexit code 1: failed\n"
 
 
+def test_a_job_that_waits_says_why_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "PENDING_S", 0.0)
+    waiting = job("PENDING", driver_node_id=None, message="Job has not started yet. It may wait for CPUs.")
+    cluster.looks = [(waiting, ""), (waiting, ""), (job("SUCCEEDED", 0), "exit code 0: done\n")]
+    shown: list[str] = []
+    Jobs(None).follow("first-1", shown.append, sleep=lambda s: None)
+    assert shown == ["waits to start: Job has not started yet. It may wait for CPUs.\n", "exit code 0: done\n"]
+
+
 def test_a_cluster_that_is_gone_is_not_followed_for_ever(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "LOST_S", -1.0)
     cluster.looks = [ConnectionError("refused")]
