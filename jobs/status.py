@@ -20,7 +20,7 @@ import click
 
 from actors.events import EVENTS
 from actors.locks import JOB, holder
-from actors.processes import running, started_at
+from actors.processes import alive, started_at
 from jobs.report import aligned, duration, short
 from zeropp_ray.checkpoint.manifest import folders
 from zeropp_ray.errors import ConfigError
@@ -98,9 +98,10 @@ def process_of(trainer: str) -> int | None:
     pid, host, since = int(found[1]), found[2], found[3]
     if host != socket.gethostname():
         return None
-    if not running(pid):
+    ticks = started_at(pid)
+    if not alive(pid, ticks):
         return 0
-    if not (ticks := started_at(pid)):  # the system does not tell
+    if not ticks:  # the system does not tell
         return pid
     boot = time.time() - float(Path("/proc/uptime").read_text().split()[0])
     began = boot + ticks / os.sysconf("SC_CLK_TCK")

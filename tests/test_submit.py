@@ -7,7 +7,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -361,8 +360,11 @@ def test_a_run_of_this_machine_is_stopped_by_its_process(cluster: Cluster, tmp_p
     process = subprocess.Popen([sys.executable, "-c", TRAINER, "runs/first"], stdout=subprocess.PIPE, env=environment)
     assert process.stdout is not None
     process.stdout.readline()
-    threading.Thread(target=process.communicate).start()  # or it stays as a zombie
-    result = run("stop", "first")
+    try:
+        result = run("stop", "first")
+    finally:
+        process.kill()
+        process.communicate()
     assert result.exit_code == 0, result.output
     assert "stopped: stopped after step 7, which is saved" in result.output
     assert not cluster.stopped
