@@ -24,7 +24,7 @@ from jobs.train import named
 from zeropp_ray import __version__
 from zeropp_ray.checkpoint.manifest import CHECKPOINTS
 from zeropp_ray.config import RunConfig, load_config
-from zeropp_ray.errors import ConfigError
+from zeropp_ray.errors import ConfigError, Stopped
 from zeropp_ray.files import expanded
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def follow_job(jobs: Jobs, job: str, at: str) -> NoReturn:
         sys.exit(130)
     click.echo(f"job {job}: {outcome.text}")
     folder = (jobs.info(job).metadata or {}).get(FOLDER)
-    if outcome.exit_code == 75 and folder:
+    if outcome.exit_code == Stopped.exit_code and folder:
         click.echo(f"go on with: zeropp submit --resume {shlex.quote(folder)}{at}")
     sys.exit(outcome.exit_code)
 

@@ -38,6 +38,22 @@ steps = 20
 eval_every = 0
 eval_sequences = 16
 """
+# A model of one's own, which notes the environment of each process that imports it.
+MODEL = """
+import json, os
+from pathlib import Path
+from torch import nn
+
+Path("{folder}", f"{{os.getpid()}}.json").write_text(json.dumps(dict(os.environ)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.head = nn.Linear(32, 256)
+"""
 LONG = ("--set", "train.steps=100000")
 
 
@@ -82,6 +98,30 @@ def test_from_submit_to_summary(cluster: UserCluster, here: Path) -> None:
     again = cluster.run("zeropp", "submit", "run.toml", "--name", "first", "--follow", cwd=here)
     assert again.returncode == 2
     assert "is not empty; choose another with --name" in again.stdout
+
+
+def test_own_code_and_chosen_variables_reach_the_members(cluster: UserCluster, here: Path, tmp_path: Path) -> None:
+    noted = tmp_path / "noted"
+    noted.mkdir()
+    (here / "mymodel.py").write_text(MODEL.format(folder=noted))
+    options = (
+        "--set",
+        "model.factory=mymodel:Model",
+        "--name",
+        "own",
+        "--env",
+        "CHOSEN",
+        "--env",
+        "GIVEN=x y",
+        "--follow",
+    )
+    shell = {"CHOSEN": "yes", "OF_THIS_SHELL": "secret"}
+    done = cluster.run("zeropp", "submit", "run.toml", *options, cwd=here, **shell)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for member in json.loads((here / "runs" / "own" / "members.json").read_text()):
+        environment = json.loads((noted / f"{member['pid']}.json").read_text())
+        assert (environment["CHOSEN"], environment["GIVEN"]) == ("yes", "x y")
+        assert "OF_THIS_SHELL" not in environment
 
 
 def test_a_run_that_fails(cluster: UserCluster, here: Path) -> None:
