@@ -174,8 +174,8 @@ def _new(config: RunConfig) -> _Run:
 def _resumed(folder: str, overrides: Sequence[str]) -> _Run:
     """Its checkpoint is read on the cluster; what is wrong with ``overrides`` is told there."""
     settings = [word for setting in overrides for word in ("--set", setting)]
-    run = Path(folder).parent.parent if Path(folder).parent.name == CHECKPOINTS else Path(folder)
-    return _Run(run.name, str(run), ["--resume", folder, *settings], {})
+    run = re.sub(f"/{CHECKPOINTS}/[^/]+$", "", folder.rstrip("/"))  # of a path or of a URI
+    return _Run(run.rpartition("/")[2], run, ["--resume", folder, *settings], {})
 
 
 def follow_job(jobs: Jobs, job: str, at: str) -> NoReturn:

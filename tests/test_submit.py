@@ -221,7 +221,11 @@ def test_a_run_is_resumed_as_a_job(cluster: Cluster) -> None:
     assert run("submit", "--resume", "/shared/runs/first", "--set", "train.steps=9").exit_code == 0
     words = ["-m", "jobs.pretrain", "--resume", "/shared/runs/first", "--set", "train.steps=9"]
     assert shlex.split(cluster.submitted["entrypoint"])[1:] == words
-    assert cluster.submitted["metadata"]["zeropp_run"] == "first"
+    for named in ("/shared/runs/first", "/shared/runs/first/checkpoints/step-00000007", "s3://bucket/runs/first/"):
+        assert run("submit", "--resume", named).exit_code == 0
+        folder = cluster.submitted["metadata"]["zeropp_folder"]
+        assert (cluster.submitted["metadata"]["zeropp_run"], named.startswith(folder)) == ("first", True)
+        assert folder.endswith("runs/first")
 
 
 def test_a_dry_run_sends_nothing(cluster: Cluster) -> None:
