@@ -1,4 +1,4 @@
-"""``zeropp profile``: measure what the chunks of a model take on this machine, for schedules that are made from it."""
+"""``zeropp profile``: measure what a step of a run costs on this machine, for schedules that are made from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zeropp_ray.schedule import Costs
 
 
-@click.command(name="profile", short_help="Measure what a model's chunks take, for the schedule.")
+@click.command(name="profile", short_help="Measure what a step costs, for the schedule.")
 @configured
 @click.option("--out", default="costs.json", show_default=True, type=click.Path(path_type=Path), help="File to write.")
 @click.option(

@@ -24,7 +24,7 @@ from zeropp_ray.planner.cost_file import costs_of, identity, read_costs, write_c
 from zeropp_ray.planner.measured import measured as parts_of
 from zeropp_ray.planner.plan import make_plan
 from zeropp_ray.planner.profile import measure
-from zeropp_ray.schedule import Costs
+from zeropp_ray.schedule import Costs, Sizes
 
 SMALL = ("model.dim=16", "model.layers=4", "model.seq_len=16", "parallel.microbatches=4", "recovery.enabled=false")
 
@@ -130,6 +130,16 @@ def test_what_was_measured_of_one_cut_gives_any_other(tmp_path: Path) -> None:
     write_costs(tmp_path / "two.json", two, Costs((1, 1), (1, 1), (1, 1)), {})
     with pytest.raises(ConfigError, match="of 2 chunks"):
         parts_of(tmp_path / "two.json", config, "--costs")
+
+
+def test_a_file_keeps_all_of_it(tmp_path: Path) -> None:
+    sizes = Sizes(*[(1.0 + k, 2.0) for k in range(5)])
+    each = {name: (0.5 + k, 1.0) for k, name in enumerate(("F", "B", "W", "RF", "gather", "reduce", "optimizer"))}
+    for number, overlap in enumerate((True, False)):
+        costs = Costs(**each, comm=0.25, vote=0.125, overlap=overlap, sizes=sizes if overlap else None)
+        file = tmp_path / f"{number}.json"
+        write_costs(file, {"model.dim": 16}, costs, {})
+        assert read_costs(file) == ({"model.dim": 16}, costs)
 
 
 def test_what_is_no_such_file_is_refused(measured: Path, tmp_path: Path) -> None:

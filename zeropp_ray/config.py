@@ -251,7 +251,7 @@ class ParallelSection(_Section):
     recompute: str = setting("none", "whose forwards run again instead of keeping activations: none, full, selective")
     reduce: str = setting("unit", "when a chunk's gradients are reduced: after each unit, or once a step")
     policy: str = setting("zeropp", f"whose order a step runs in: {', '.join(POLICIES)}")
-    costs: str = setting("", "file with measured costs of the chunks, from zeropp profile; empty: from their FLOPs")
+    costs: str = setting("", "file with the measured costs of a step, from zeropp profile; empty: FLOPs of the chunks")
 
     def _check(self) -> None:
         self._at_least(1, "stages", "chunks", "shards", "replicas", "microbatch_size")

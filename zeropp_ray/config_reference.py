@@ -64,7 +64,7 @@ some take one chunk, or two, and their order fixes the unit and the live activat
 
 **Unit.** With `unit = "auto"` the schedule is replayed for every number of units under `memory_limit`, by default 2P
 then. The fewest units that are within 0.5% of the fastest are taken, and the least limit that loses them no time. Both
-are written out in `runs/NAME/config.toml`. `costs` names a file of `zeropp profile`, with times of the chunks as they
+are written out in `runs/NAME/config.toml`. `costs` names a file of `zeropp profile`, with times of a step as they
 were measured; else their FLOPs are the costs ([schedules.md](schedules.md)).
 
 **Replicas** repeat the mesh and add up their gradients. With `zero1` they share the optimizer's work too: each updates
