@@ -88,4 +88,6 @@ def _table(plan: Plan, costs: Costs) -> str:
     lines = ["chunk  layers" + "".join(f"{name + ' ms':>11}" for name in named)]
     for c, blocks in enumerate(plan.ranges):
         lines.append(f"{c:5}  {len(blocks):6}" + "".join(f"{1000 * values[c]:11.3f}" for values in named.values()))
-    return "\n".join([*lines, f"a message between stages: {1000 * costs.comm:.3f} ms"])
+    return "\n".join(
+        [*lines, f"a message between stages: {1000 * costs.comm:.3f} ms, each end {1000 * costs.post:.3f} ms"]
+    )

@@ -49,7 +49,7 @@ def test_a_run_takes_what_was_measured(measured: Path) -> None:
     config = small(f"parallel.costs={measured}")
     _, costs = read_costs(measured)
     assert len(costs.F) == 4
-    exchanges = (*costs.gather, *costs.reduce, costs.comm)  # of two members: the default
+    exchanges = (*costs.gather, *costs.reduce, costs.comm, costs.post)  # of two members: the default
     assert all(0 < value < math.inf for value in (*costs.F, *costs.B, *costs.W, *exchanges, *costs.optimizer))
     assert costs.overlap
     assert costs.sizes is not None
@@ -136,7 +136,7 @@ def test_a_file_keeps_all_of_it(tmp_path: Path) -> None:
     sizes = Sizes(*[(1.0 + k, 2.0) for k in range(5)])
     each = {name: (0.5 + k, 1.0) for k, name in enumerate(("F", "B", "W", "RF", "gather", "reduce", "optimizer"))}
     for number, overlap in enumerate((True, False)):
-        costs = Costs(**each, comm=0.25, vote=0.125, overlap=overlap, sizes=sizes if overlap else None)
+        costs = Costs(**each, comm=0.25, vote=0.125, post=0.0625, overlap=overlap, sizes=sizes if overlap else None)
         file = tmp_path / f"{number}.json"
         write_costs(file, {"model.dim": 16}, costs, {})
         assert read_costs(file) == ({"model.dim": 16}, costs)

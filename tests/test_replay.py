@@ -111,6 +111,19 @@ def test_nothing_changes_where_only_tasks_and_messages_take_time() -> None:
     assert dataclasses.replace(given, RF=given.F, hops=(0.25,) * 7) == given
 
 
+def test_both_ends_are_busy_with_a_message() -> None:
+    plain = Costs.uniform(4, 1, 1, 1, 0.5)
+    (first, middle, _), (busy, _, last) = (
+        [spans[name] for spans, name in zip(times(3, 1, 3, costs), ("0F0", "0F0", "0F0"), strict=True)]
+        for costs in (dataclasses.replace(Costs.uniform(3, 1, 1, 1, 0.5), post=post) for post in (0, 0.25))
+    )
+    assert (first, middle) == ((0, 1), (1.5, 2.5))
+    assert busy == (0, 1.25)
+    assert last == (1.25 + 0.5 + 1.5 + 0.5, 1.25 + 0.5 + 1.5 + 0.5 + 1.25)  # the middle one has two messages
+    one = dataclasses.replace(plain, post=9)
+    assert times(1, 4, 4, one) == times(1, 4, 4, plain)  # inside a rank there are none
+
+
 def test_a_forward_again_may_take_longer_than_the_first() -> None:
     costs = dataclasses.replace(Costs.uniform(2, 1, 1, 1), RF=(1.5, 1.5))
     spec, ranks = made(2, 1, 4, costs, recompute="full")

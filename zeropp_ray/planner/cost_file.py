@@ -42,7 +42,7 @@ def write_costs(path: Path, measured_with: Mapping[str, Any], costs: Costs, note
 
     Raises ConfigError if it is there, or cannot be written.
     """
-    seconds = {name: getattr(costs, name) for name in (*_TASKS, "comm", "vote")}
+    seconds = {name: getattr(costs, name) for name in (*_TASKS, "comm", "vote", "post")}
     values = {
         "format": FORMAT,
         "version": VERSION,
@@ -84,9 +84,9 @@ def read_costs(path: str | Path, name: str = "parallel.costs") -> tuple[dict[str
         held = values["bytes"]
         sizes = held and Sizes(**{name: _floats(column) for name, column in held.items()})
         F, B, W, RF, gather, reduce, optimizer = each.values()
-        comm, vote = float(seconds["comm"]), float(seconds["vote"])
+        comm, vote, post = (float(seconds[name]) for name in ("comm", "vote", "post"))
         overlap = bool(values["overlap"])
-        return dict(of), Costs(F, B, W, comm, RF, gather, reduce, optimizer, (), vote, overlap, sizes)
+        return dict(of), Costs(F, B, W, comm, RF, gather, reduce, optimizer, (), vote, overlap, sizes, post)
     except ConfigError as error:
         raise ConfigError(f"{told}: is damaged: {error}{again}") from None
     except (KeyError, TypeError, ValueError, AttributeError):

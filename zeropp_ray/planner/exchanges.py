@@ -44,11 +44,14 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each chunk's gather and reduce, none if a stage has one member; and the link between two members."""
+    """Seconds of each chunk's gather and reduce, none if a stage has one member; the link between two members, and the
+    processor time of each end of a message.
+    """
 
     gather: tuple[float, ...]
     reduce: tuple[float, ...]
     link: Link
+    post: float
 
 
 def measure_exchanges(what: Exchanges) -> Measured:
@@ -103,12 +106,13 @@ def _measured(group: Group, what: Exchanges) -> Measured:
     if what.shards > 1:
         gathers = [_collective(group, group.all_gather, elements, what.compute) for elements in what.parameters]
         reduces = [_collective(group, group.reduce_scatter, elements, what.master) for elements in what.trained]
-    small, large = (
-        _median(group, partial(_there_and_back, group, torch.zeros(nbytes, dtype=torch.uint8))) / 2
-        for nbytes in (_SMALL, what.message)
-    )
+    both = [
+        partial(_there_and_back, group, torch.zeros(nbytes, dtype=torch.uint8)) for nbytes in (_SMALL, what.message)
+    ]
+    small, large = (_median(group, each) / 2 for each in both)
     bandwidth = (what.message - _SMALL) / max(large - small, 1e-9)
-    return Measured(tuple(gathers), tuple(reduces), Link(small, bandwidth))
+    post = _median(group, both[1], time.process_time) / 2  # all threads: a member has one core for them
+    return Measured(tuple(gathers), tuple(reduces), Link(small, bandwidth), post)
 
 
 def _collective(
@@ -130,11 +134,11 @@ def _there_and_back(group: Group, tensor: torch.Tensor) -> None:
         group.send(tensor, 0, 2).wait()
 
 
-def _median(group: Group, run: Callable[[], None]) -> float:
+def _median(group: Group, run: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> float:
     times = []
     for _ in range(_WARM_UP + _TIMES):
         group.all_reduce(torch.zeros(1)).wait()  # all begin together
-        start = time.perf_counter()
+        start = clock()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return median(times[_WARM_UP:])

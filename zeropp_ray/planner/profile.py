@@ -27,7 +27,7 @@ from zeropp_ray.schedule import Action, Costs, Link, Op
 from zeropp_ray.vote import Decision
 
 _WARM_UP = 2  # micro-batches that are not counted
-_RESIDENCY = 3  # micro-batches from a gather to its reduce
+_RESIDENCY = 4  # micro-batches from a gather to its reduce
 _LEAST_S = 1e-6  # a clock's tick: what is too short to measure takes its time too
 
 
@@ -109,12 +109,12 @@ def measure(
     finally:
         torch.set_num_threads(threads)
     each = {name: tuple(getattr(chunk, name) for chunk in chunks) for name in ("F", "B", "W", "gather", "reduce")}
-    link = None
+    link, post = None, 0.0
     sizes = chunk_sizes(plan, config)
     if transfer is None or config.parallel.shards > 1:
         measured = measure_exchanges(_exchanges(plan, config))
         if transfer is None:
-            link = measured.link
+            link, post = measured.link, round(measured.post, 6)
             transfer = round(link.time(message_bytes(plan, config)), 6)
         if config.parallel.shards > 1:
             each["gather"], each["reduce"] = (
@@ -122,7 +122,8 @@ def measure(
             )
     optimizer = tuple(round(chunk.optimizer / _owners(config), 6) for chunk in chunks)
     overlap = config.parallel.shards > 1
-    return Costs(**each, comm=transfer, optimizer=optimizer, vote=vote, overlap=overlap, sizes=sizes), link
+    costs = Costs(**each, comm=transfer, vote=vote, post=post, optimizer=optimizer, overlap=overlap, sizes=sizes)
+    return costs, link
 
 
 def _owners(config: RunConfig) -> int:
@@ -151,7 +152,8 @@ def _measure_chunk(config: RunConfig, plan: Plan, c: int, microbatches: int) -> 
     taken: dict[Op, list[float]] = {op: [] for op in (Op.F, Op.B, Op.W, Op.GATHER, Op.REDUCE)}
     times: list[float] = []
     updates: list[float] = []
-    program = list(_program(c > 0, c < chunks - 1, _RESIDENCY))
+    at_once = min(_RESIDENCY, plan.program.spec.live_chunks)  # the engine holds no more
+    program = list(_program(c > 0, c < chunks - 1, at_once))
     while len(updates) < 2 or len(taken[Op.F]) < _WARM_UP + microbatches:  # the first of what comes once warms up
         times.clear()
         member.engine.run(
@@ -184,17 +186,23 @@ def _update(member: StageMember) -> float:
 
 
 def _program(before: bool, behind: bool, microbatches: int) -> Iterator[Action]:
-    """``F``, ``B`` and ``W`` of one micro-batch after the other, with what crosses to the chunk before and behind."""
+    """``F`` of all micro-batches, then ``B``, then ``W``, with what crosses to the chunk before and behind.
+
+    One kind after the other, as in a pipeline: what a task needs has left the processor's caches by then.
+    """
+    each = range(microbatches)
     yield Action(Op.GATHER, 0)
-    for m in range(microbatches):
+    for m in each:
         if before:
             yield from (Action(Op.RECV, 0, m, "F"), Action(Op.WAIT, 0, m, "F"))
         yield Action(Op.F, 0, m)
         if behind:
             yield from (Action(Op.SEND, 0, m, "F"), Action(Op.DRAIN, 0, m, "F"))
+    for m in each:
+        if behind:
             yield from (Action(Op.RECV, 0, m, "B"), Action(Op.WAIT, 0, m, "B"))
         yield Action(Op.B, 0, m)
         if before:
             yield from (Action(Op.SEND, 0, m, "B"), Action(Op.DRAIN, 0, m, "B"))
-        yield Action(Op.W, 0, m)
+    yield from (Action(Op.W, 0, m) for m in each)
     yield from (Action(Op.RELEASE, 0), Action(Op.REDUCE, 0))

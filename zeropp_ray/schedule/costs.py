@@ -27,6 +27,7 @@ class Ticks:
     optimizer: tuple[int, ...]
     hops: tuple[int, ...]
     vote: int
+    post: int
     scale: int
 
 
@@ -52,7 +53,8 @@ class Costs:
 
     ``F``, ``B``, ``W``, ``RF`` are of a task, ``gather`` and ``reduce`` of a chunk's exchanges inside its stage, and
     ``optimizer`` of the update of what a member owns of it. ``hops`` are of a message over the boundary behind each
-    model chunk but the last, ``comm`` each where none are given. ``vote`` is of the round that decides on a step.
+    model chunk but the last, ``comm`` each where none are given. ``vote`` is of the round that decides on a step,
+    and ``post`` what a rank itself is busy with for each message that it sends or receives, beside the task.
 
     ``RF`` is as ``F`` if it is left empty, the others are 0. ``overlap``: whether gathers and reduces are under way
     while tasks run; not where a stage has one member, which copies by itself. ``sizes``: the memory of the chunks.
@@ -73,6 +75,7 @@ class Costs:
     vote: float = 0
     overlap: bool = True
     sizes: Sizes | None = None
+    post: float = 0
 
     def __post_init__(self) -> None:
         if not len(self.F) == len(self.B) == len(self.W):
@@ -89,7 +92,7 @@ class Costs:
                 raise ConfigError(
                     f"cost.{name}: {len(values)} values for {chunks} model chunks; give {chunks - (name == 'hops')}"
                 )
-        named = {"comm": [self.comm], "vote": [self.vote]}
+        named = {"comm": [self.comm], "vote": [self.vote], "post": [self.post]}
         named |= {name: getattr(self, name) for name in (*_PER_CHUNK, "hops")}
         for name, values in named.items():
             for value in values:
@@ -127,15 +130,15 @@ class Costs:
 
     @property
     def tasks_alone(self) -> bool:
-        """Whether nothing but tasks and messages takes time."""
-        return not any((*self.gather, *self.reduce, *self.optimizer, self.vote))
+        """Whether nothing but tasks, and the way of messages, takes time."""
+        return not any((*self.gather, *self.reduce, *self.optimizer, self.vote, self.post))
 
     def ticks(self) -> Ticks:
         """The same costs as integers. 1.3 means thirteen tenths, not the binary fraction next to it."""
-        columns = [_exact(getattr(self, name)) for name in (*_PER_CHUNK, "hops")] + [_exact((self.vote,))]
+        columns = [_exact(getattr(self, name)) for name in (*_PER_CHUNK, "hops")] + [_exact((self.vote, self.post))]
         scale = math.lcm(*(x.denominator for column in columns for x in column))
-        *chunks, hops, vote = (tuple(int(x * scale) for x in column) for column in columns)
-        return Ticks(**dict(zip(_PER_CHUNK, chunks, strict=True)), hops=hops, vote=vote[0], scale=scale)
+        *chunks, hops, (vote, post) = (tuple(int(x * scale) for x in column) for column in columns)
+        return Ticks(**dict(zip(_PER_CHUNK, chunks, strict=True)), hops=hops, vote=vote, post=post, scale=scale)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _besides(spec: ScheduleSpec, timeline: Timeline) -> dict[str, Any]:
     costs, more = spec.costs, dict[str, Any]()
     if not costs.tasks_alone:
         each = ("RF", "gather", "reduce", "optimizer", "hops")
-        more["besides"] = {name: list(getattr(costs, name)) for name in each} | {"vote": costs.vote}
+        more["besides"] = {name: list(getattr(costs, name)) for name in each} | {"vote": costs.vote, "post": costs.post}
         more["exposed"] = list(timeline.exposed)
     if timeline.held:
         more["memory_at_the_fullest"] = [fullest(curves) for curves in timeline.held]

@@ -7,8 +7,9 @@ Time passes as in the engine:
 - ``GATHER`` and ``REDUCE`` are posted. Those of a rank go over its exchange lane, one after the other, while tasks run
   on; without ``costs.overlap`` the rank itself is busy with them. ``F``, ``RF`` and ``B`` wait for the gather of their
   chunk, a ``REDUCE`` for the one before it, whose buffer comes next, and the end of the list for the last one.
-- A message takes its hop from the end of the task that makes it, whatever else is on the way. ``SEND`` and ``RECV``
-  take no time, and a ``DRAIN`` is over with its message, which gives the receiver work: none ends a step.
+- A message takes its hop from the end of the task that makes it, whatever else is on the way. Both ends are busy with
+  it for ``post``, which counts to the task; a ``DRAIN`` is over with its message, which gives the receiver work: none
+  ends a step.
 - The step ends with the vote on it, which waits for the last rank.
 """
 
@@ -137,6 +138,11 @@ def _times(ranks: Ranks, spec: ScheduleSpec, forward_only: bool) -> _Run:
     owner = {c: p for p, own in enumerate(held) for c in own}
     hop = [cost.hops[c] if owner[c] != owner[c + 1] else 0 for c in range(last)]  # from a model chunk to the next
     overlap = spec.costs.overlap
+    # A task with what its rank is busy with for messages: each of F and B has one over each boundary to another rank.
+    ends_of = [sum(owner[c] != owner[d] for d in (c - 1, c + 1) if 0 <= d <= last) for c in range(last + 1)]
+    forward, backward = (
+        [each + cost.post * ends for each, ends in zip(column, ends_of, strict=True)] for column in (cost.F, cost.B)
+    )
     # When the input of F, and of B, arrives, per model chunk and micro-batch; None: its producer has not run yet.
     f_input: list[list[int | None]] = [[None] * spec.microbatches for _ in range(last + 1)]
     b_input: list[list[int | None]] = [[None] * spec.microbatches for _ in range(last + 1)]
@@ -175,7 +181,7 @@ def _times(ranks: Ranks, spec: ScheduleSpec, forward_only: bool) -> _Run:
                 if op is not wait:
                     begin = max(now, there[v])
                     exposed[p] += begin - now
-                    now = begin + (cost.F[c] if op is f else cost.B[c])
+                    now = begin + (forward[c] if op is f else backward[c])
                 if op is f and c < last:
                     f_input[c + 1][m] = now + hop[c]
                     consumer = owner[c + 1]
