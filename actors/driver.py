@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -35,6 +34,7 @@ from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ConfigError, ZeroppError
 from zeropp_ray.faults import Fault, Faults
 from zeropp_ray.layout import Member
+from zeropp_ray.uri import place
 
 if TYPE_CHECKING:
     from zeropp_ray.evaluation import Loss
@@ -134,7 +134,8 @@ class Run:
         self._draining = DrainWatch(self._members.nodes)
         self._record = Record(self._folder.path, self._progress, self._folder.job)
         units = list(self._plan.program.spec.units)
-        self._checkpoints = Checkpoints(self._config, self._folder.path, units, self._data, self._progress.step)
+        step, shelf = self._progress.step, self._folder.shelf()
+        self._checkpoints = Checkpoints(self._config, self._folder.run, units, self._data, step, shelf)
         # The second step is the first with an update in it.
         second = min(self._progress.step + 2, self._config.train.steps)
         self._measured = second if self._config.resources.measure_memory else 0
@@ -246,7 +247,7 @@ class Run:
         for event in self._checkpoints.poll():
             if event["kind"] == "checkpoint" and self._faults is not None:
                 for _ in self._faults.due_at_checkpoint(event["step"]):
-                    corrupt(Path(event["path"]))
+                    corrupt(place(event["path"]))
             yield event
 
     def _begin(self) -> Progress:
@@ -404,7 +405,7 @@ class Run:
 
     def _newest_checkpoint(self) -> tuple[int, Any] | None:
         try:
-            newest = latest(self._folder.path)
+            newest = latest(self._folder.run)
         except (ConfigError, OSError):
             return None
         return newest.step, newest.path

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors import lease
+from zeropp_ray.checkpoint.shelf import Shelf, UriShelf
 from zeropp_ray.evaluation import Request
 from zeropp_ray.layout import Member
+from zeropp_ray.uri import Place, UriPath
+
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -18,9 +23,23 @@ class RunFolder:
     path: Path
     scratch: Path
     start_directory: str
-    resume: Path | None = None  # the checkpoint to go on from
+    resume: Place | None = None  # the checkpoint to go on from
     text: Request | None = None  # evaluate on this, and do not train
     job: str = ""  # the job process, see locks.py
+    uri: UriPath | None = None  # of a run in an object store, whose folder here is a working copy
+    lease: str = ""  # under which it is written
+
+    @property
+    def run(self) -> Place:
+        """What a person names, and where the checkpoints are."""
+        return self.path if self.uri is None else self.uri
+
+    def shelf(self) -> Shelf:
+        """The run's checkpoints, for its driver."""
+        if self.uri is None:
+            return Shelf(self.path)
+        uri, token = self.uri, self.lease
+        return UriShelf(uri, self.path / METRICS, lambda: lease.check(uri, token))
 
     def progress_of(self, member: Member, pid: int) -> Path:
         """The file in which a member's process notes where it is; that of a lost one says nothing of its successor."""

@@ -17,6 +17,7 @@ from actors.stage_group import MemberHandle
 from zeropp_ray.checkpoint.reader import open_checkpoint
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.faults import Fault
+from zeropp_ray.uri import Place, UriPath
 
 KILLED_S = 0.5  # how long the end of a node is waited for; Ray says so only seconds later
 
@@ -63,9 +64,13 @@ def _parent(process: Path) -> int:
     return 0
 
 
-def corrupt(checkpoint: Path) -> None:
+def corrupt(checkpoint: Place) -> None:
     """Alter a byte of a tensor in a published checkpoint, as a failing disk does: sizes and names stay as they are."""
     file = checkpoint / max(open_checkpoint(checkpoint).manifest.files)  # the largest name: of the last stage
+    if isinstance(file, UriPath):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        return
     with file.open("r+b") as data:
         data.seek(-1, os.SEEK_END)
         byte = data.read(1)[0]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from zeropp_ray.config import RecoverySection
 from zeropp_ray.errors import NoProgress, ZeroppError
+from zeropp_ray.uri import Place
 
 BUDGETS = {
     "death": "max_deaths",
@@ -70,10 +70,10 @@ class Source:
 
     kind: str
     step: int
-    path: Path | None = None
+    path: Place | None = None
 
 
-def choose_source(steps: Sequence[int], checkpoint: tuple[int, Path] | None) -> Source:
+def choose_source(steps: Sequence[int], checkpoint: tuple[int, Place] | None) -> Source:
     """The newest state there is. ``steps``: held in memory everywhere; ``checkpoint``: the newest good one."""
     newest = max(steps, default=-1)
     if checkpoint is not None and checkpoint[0] > newest:

@@ -6,11 +6,9 @@ import functools
 import logging
 import os
 import shlex
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from actors.events import append_end
 from actors.folder import RunFolder
 from actors.locks import holder
-from actors.processes import running
+from actors.scratch import scratch
 from actors.stopping import REPEAT_S, StopSignals, interrupt
 from zeropp_ray.checkpoint import run_id
 from zeropp_ray.checkpoint.manifest import folders
@@ -32,6 +30,7 @@ from zeropp_ray.evaluation import Loss, Request
 from zeropp_ray.faults import Fault
 from zeropp_ray.models.hf import foreign_tokenizer, initial_weights
 from zeropp_ray.planner.plan import Plan, make_plan
+from zeropp_ray.uri import Place, UriPath
 
 if TYPE_CHECKING:
     from actors.supervisor import Supervisor
@@ -62,6 +61,8 @@ def run_training(
     *,
     address: str | None,
     run_dir: Path,
+    uri: UriPath | None = None,
+    lease: str = "",
     on_event: Callable[[Event], None],
     resume: Checkpoint | None = None,
     stop: StopSignals | None = None,
@@ -69,6 +70,7 @@ def run_training(
 ) -> dict[str, Any]:
     """Train and return the summary. ``address`` None starts a cluster on this machine, and ends it afterwards.
 
+    ``run_dir``: the folder of the run, or of one that is kept at ``uri`` and written under ``lease`` the working copy.
     ``resume``: the checkpoint to go on from. ``stop``: the signals that stop the run after the step at hand, with a
     checkpoint; a second one ends it at once, and so does the first before a step has begun.
     ``inject``: faults to put in. A driver that dies is followed by another, as ``config.recovery`` allows.
@@ -83,20 +85,22 @@ def run_training(
     plan, corpus = planned(config, resume)  # what is wrong is told before Ray starts
     data = identity_of(corpus)
     if resume is None:
-        run_id.create(run_dir)
+        run_id.create(uri or run_dir)
     on_event({"kind": "plan", **plan.table(config)})
     if config.model.init_from and foreign_tokenizer(Path(config.model.init_from), corpus.tokenizer):
         there = config.model.init_from
         text = f"{there} knows other tokens than the text; make them with zeropp data prepare --tokenizer {there}"
         on_event({"kind": "log", "text": text})
     stop.hand_to(None)  # ray.init is not to be interrupted
-    with _scratch() as scratch, cluster(config, address, on_event):
+    with scratch() as temporary, cluster(config, address, on_event):
         checkpoint = resume.path.resolve() if resume else None
-        folder = RunFolder(run_dir.resolve(), scratch, str(Path.cwd()), checkpoint, job=holder(run_dir))
+        folder = RunFolder(
+            run_dir.resolve(), temporary, str(Path.cwd()), checkpoint, job=holder(run_dir), uri=uri, lease=lease
+        )
         stop.listen()
         stop.hand_to(interrupt)
         begun = resume.step if resume else 0
-        return _recorded(run_dir, lambda: _drive(config, plan, folder, data, on_event, stop, begun, inject))
+        return _recorded(folder, lambda: _drive(config, plan, folder, data, on_event, stop, begun, inject))
 
 
 def run_evaluation(config: RunConfig, checkpoint: Checkpoint, text: Request, *, address: str | None) -> Loss:
@@ -109,23 +113,9 @@ def run_evaluation(config: RunConfig, checkpoint: Checkpoint, text: Request, *, 
     rounds = -(-text.windows(config)[0].count // config.parallel.global_batch)
     import ray
 
-    with _scratch() as scratch, cluster(config, address, lambda event: None), _driver() as driver:
-        folder = RunFolder(scratch, scratch, str(Path.cwd()), checkpoint.path.resolve(), text)
+    with scratch() as temporary, cluster(config, address, lambda event: None), _driver() as driver:
+        folder = RunFolder(temporary, temporary, str(Path.cwd()), checkpoint.path.resolve(), text)
         return ray.get(driver.evaluate.remote(config.to_dict(), plan, folder, rounds))
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A temporary folder of this process. Those of processes that were killed are removed on the way."""
-    for left in Path(tempfile.gettempdir()).glob("zeropp-*-*"):
-        pid = left.name.split("-")[1]
-        if pid.isdigit() and not running(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"zeropp-{os.getpid()}-"))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
@@ -260,7 +250,7 @@ def _follow(
                     raise DriverDied(event["error"])
                 raise _failed(event)
             elif event["kind"] == "stopped":
-                raise _stopped(event, folder.path)
+                raise _stopped(event, folder.run)
             else:
                 on_event(event)
     raise AssertionError("the driver ended without a word")
@@ -296,7 +286,7 @@ def _failed(event: Event) -> ZeroppError:
     return kind(event["error"])
 
 
-def _stopped(event: Event, run: Path) -> BaseException:
+def _stopped(event: Event, run: Place) -> BaseException:
     """``event["why"]``: what the driver stopped for if nobody asked for it, in words."""
     stopped = f"stopped because {why}" if (why := event.get("why")) else "stopped"
     if not event["step"]:
@@ -307,12 +297,13 @@ def _stopped(event: Event, run: Path) -> BaseException:
     return Stopped(f"{stopped} {after}; go on with: zeropp train --resume {shlex.quote(str(run))}")
 
 
-def _recorded(run: Path, drive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _recorded(folder: RunFolder, drive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What ``drive`` returns or raises, once the run's events say how it ended."""
+    run = folder.path
     try:
         summary = drive()
     except KeyboardInterrupt:
-        saved = next(folders(run), None) is not None
+        saved = next(folders(folder.run), None) is not None
         append_end(run, "interrupted", Stopped.exit_code if saved else ZeroppError.exit_code)
         raise
     except Exception as error:

@@ -137,7 +137,7 @@ class Supervisor:
     def _newest(self) -> Any:
         """Step and path of the newest good checkpoint, or None."""
         try:
-            checkpoint = latest(self.folder.path, lambda text: self._tell({"kind": "log", "text": f"warning: {text}"}))
+            checkpoint = latest(self.folder.run, lambda text: self._tell({"kind": "log", "text": f"warning: {text}"}))
         except ConfigError:
             return None
         return checkpoint.step, checkpoint.path.resolve()
@@ -145,7 +145,7 @@ class Supervisor:
     def _stopped(self, text: str, checkpoint: Any) -> ZeroppError:
         if checkpoint is None:
             return ZeroppError(f"stopped; {text}, before there was a checkpoint")
-        again = f"go on with: zeropp train --resume {shlex.quote(str(self.folder.path))}"
+        again = f"go on with: zeropp train --resume {shlex.quote(str(self.folder.run))}"
         return Stopped(f"stopped; {text}; the newest checkpoint is of step {checkpoint[0]}, {again}")
 
 

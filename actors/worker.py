@@ -6,7 +6,6 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,6 +16,7 @@ from actors.progress import BETWEEN, EVALUATION, START, ProgressFile
 from zeropp_ray.comm.interface import LOOPBACK, choose
 from zeropp_ray.faults import Fault, Sockets, Trigger
 from zeropp_ray.layout import Member
+from zeropp_ray.uri import Place
 
 BEATS = 20  # in the time after which a member that gives no sign of life is suspected
 BEAT_S = 0.5  # between them, at most
@@ -182,14 +182,14 @@ class StageWorker:
         assert weights is not None
         self._member.set_weights(weights.__getitem__)
 
-    def load_weights(self, path: Path) -> None:
+    def load_weights(self, path: Place) -> None:
         """Take the weights of the checkpoint in ``path``, without the optimizer: for an evaluation."""
         from zeropp_ray.checkpoint.reader import open_checkpoint
 
         self._begin()
         self._member.set_weights(open_checkpoint(path).tensor)
 
-    def restore(self, path: Path) -> None:
+    def restore(self, path: Place) -> None:
         """Continue from the checkpoint in ``path``."""
         from zeropp_ray.checkpoint.reader import open_checkpoint
 
@@ -206,7 +206,7 @@ class StageWorker:
         self._begin(orders=orders)
         self._member.restore_copies(step, missing)
 
-    def snapshot(self, folder: Path, orders: Orders = NONE) -> None:
+    def snapshot(self, folder: Place, orders: Orders = NONE) -> None:
         """Copy the committed state and start writing this member's part of a checkpoint; ``saved`` waits for it."""
         self._begin(orders=orders)
         group = self._member.checkpoint_group  # of this epoch, whenever the thread comes to it

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
+from jobs.place import PLACE
 from zeropp_ray.errors import ConfigError, ZeroppError
+from zeropp_ray.uri import Place
 
 
 @click.group()
@@ -22,8 +22,8 @@ def checkpoint() -> None:
 
 
 @checkpoint.command(name="ls")
-@click.argument("run", type=click.Path(path_type=Path))
-def list_checkpoints(run: Path) -> None:
+@click.argument("run", type=PLACE)
+def list_checkpoints(run: Place) -> None:
     """List the checkpoints of RUN, newest first: step, tokens, size, and what is wrong with it if something is, such as
     that it is of another run.
     """
@@ -45,8 +45,8 @@ def list_checkpoints(run: Path) -> None:
 
 
 @checkpoint.command()
-@click.argument("where", type=click.Path(path_type=Path))
-def verify(where: Path) -> None:
+@click.argument("where", type=PLACE)
+def verify(where: Place) -> None:
     """Read every byte of the checkpoints of WHERE, a run or a checkpoint, and compare it with its checksum; and tell
     those that lie in a run and are of another.
 
@@ -74,9 +74,9 @@ def verify(where: Path) -> None:
 
 
 @checkpoint.command()
-@click.argument("where", type=click.Path(path_type=Path))
+@click.argument("where", type=PLACE)
 @click.option("--state", is_flag=True, help="Take in the optimizer, the step and the cursor too.")
-def digest(where: Path, state: bool) -> None:
+def digest(where: Place, state: bool) -> None:
     """Print one number for all weights of WHERE, a checkpoint or the newest of a run.
 
     Equal numbers mean equal weights, bit for bit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import time
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.place import PLACE
 from jobs.report import aligned, duration, short, size
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.files import expanded
+from zeropp_ray.uri import Place
 
 if TYPE_CHECKING:
     from zeropp_ray.data.store import Store
@@ -27,7 +29,7 @@ def data() -> None:
 
 @data.command(context_settings={"show_default": True}, short_help="Make a token store from text.")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of the store; it is made.")
+@click.option("--out", required=True, type=PLACE, help="Folder of the store, or its URI; it is made.")
 @click.option("--column", default="text", help="What holds the text in JSON Lines and Parquet.")
 @click.option("--tokenizer", default="bytes", help="A Hugging Face tokenizer.json, or 'bytes'.")
 @click.option("--end-token", default="", help="Token behind each document; left out: the usual one of the tokenizer.")
@@ -36,7 +38,7 @@ def data() -> None:
 @click.option("--overwrite", is_flag=True, help="Replace the store that is there.")
 def prepare(
     sources: tuple[Path, ...],
-    out: Path,
+    out: Place,
     column: str,
     tokenizer: str,
     end_token: str,
@@ -78,13 +80,13 @@ def prepare(
 
 
 @data.command(short_help="What a token store holds.")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=PLACE)
 @click.option("--verify", is_flag=True, help="Read every byte, and compare checksums.")
-def info(folder: Path, verify: bool) -> None:
-    """Show what the token store in FOLDER holds."""
+def info(folder: Place, verify: bool) -> None:
+    """Show what the token store in FOLDER, or at a URI, holds."""
     from zeropp_ray.data.store import open_store
 
-    store = open_store(expanded(folder))
+    store = open_store(folder)
     click.echo(_table(store))
     if verify:
         if wrong := store.verify():
@@ -124,7 +126,7 @@ def _table(store: Store) -> str:
     )
 
 
-def _next(store: Store, out: Path) -> str:
-    path = f"'{out}'" if any(letter.isspace() for letter in str(out)) else str(out)
+def _next(store: Store, out: Place) -> str:
+    path = shlex.quote(str(out))
     model = "" if store.manifest.vocabulary == 256 else f" --set model.vocab_size={store.manifest.vocabulary}"
     return f"Train on it with: zeropp train --set data.path={path}{model}"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zeropp_ray.files import expanded
+from jobs.place import PLACE
+from zeropp_ray.uri import Place, absolute
 
 if TYPE_CHECKING:
     from zeropp_ray.checkpoint.reader import Checkpoint
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(name="eval", short_help="The loss of a trained model on a text.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PLACE)
 @click.option("--data", default="", metavar="PATH", help="Text or token store; left out: the run's own, held out.")
 @click.option(
     "--split", type=click.Choice(["validation", "train"]), default="validation", help="Part of a token store."
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--address", metavar="ADDRESS", help="Join the Ray cluster at HOST:PORT, or 'auto'; else start one here.")
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 def evaluate(
-    run: Path,
+    run: Place,
     data: str,
     split: str,
     sequences: int,
@@ -61,7 +62,7 @@ def evaluate(
 
     checkpoint = find(run, lambda text: click.echo(f"warning: {text}", err=True))
     config = _laid_out(checkpoint.config, {name: value for name, value in layout.items() if value is not None})
-    request = Request(str(expanded(data).absolute()) if data else "", split, sequences)
+    request = Request(absolute(data) if data else "", split, sequences)
     windows, text = request.windows(config)
     if one_process:
         loss = _here(checkpoint, windows, config.parallel.microbatch_size)

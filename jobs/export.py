@@ -7,21 +7,23 @@ from pathlib import Path
 
 import click
 
+from jobs.place import PLACE
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.uri import Place
 
 _UNITS = {"": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 
 
 @click.command(context_settings={"show_default": True}, short_help="Write a trained model for other programs.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PLACE)
 @click.option("--to", "form", type=click.Choice(["hf"]), default="hf", help="Layout: Hugging Face.")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--max-shard-size", default="5GB", help="Most bytes of a file; more of them get an index.")
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", help="How weights are stored."
 )
-def export(run: Path, form: str, folder: Path, max_shard_size: str, dtype: str) -> None:
+def export(run: Place, form: str, folder: Path, max_shard_size: str, dtype: str) -> None:
     """Write the newest good checkpoint of RUN to FOLDER as `transformers` reads it: config.json, safetensors, and the
     tokenizer. RUN is a run's folder or name, or a checkpoint's folder; a model of your own has no such layout.
 

@@ -10,11 +10,11 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 from zeropp_ray.config import RunConfig
 from zeropp_ray.metrics import kinds
+from zeropp_ray.uri import Place
 
 
 def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
@@ -169,7 +169,7 @@ class Reporter:
             self._console.flush()
             self._dangling = False
 
-    def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
+    def summary(self, summary: Mapping[str, Any], folder: Place) -> None:
         """What was reached, and where the files are."""
         seconds, named = self._clock() - self._begin, shlex.quote(str(folder))
         self.line(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from pathlib import Path
 
 import click
 
+from jobs.place import PLACE
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.uri import Place
 
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
@@ -17,7 +18,7 @@ _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 @click.command(context_settings={"show_default": True}, short_help="Let a trained model go on with a text.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PLACE)
 @click.option("--prompt", default="\n", show_default="a line break", help="The text to go on with.")
 @click.option("--tokens", type=click.IntRange(1), default=200, help="Most tokens to make.")
 @click.option(
@@ -28,7 +29,7 @@ _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 )
 @click.option("--top-k", type=click.IntRange(0), default=0, help="Draw from so many of the likeliest tokens; 0: all.")
 @click.option("--seed", type=int, show_default="another each time", help="Gives the same text again.")
-def sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int | None) -> None:
+def sample(run: Place, prompt: str, tokens: int, temperature: float, top_k: int, seed: int | None) -> None:
     """Go on with a text, with the newest good checkpoint of RUN: its folder, its name, or a checkpoint's folder.
 
     One process does it, without Ray. Text appears as it is made; Ctrl-C ends it. Tokens that were read are not read

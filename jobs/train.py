@@ -12,11 +12,13 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.locks import DRIVER, JOB, only_job
+from actors.lease import NAME as LEASE
+from actors.locks import DRIVER, JOB
+from actors.mirror import Held, held
 from actors.stopping import StopSignals
 from jobs.config import configured, decided
 from jobs.quiet import quiet
@@ -27,6 +29,7 @@ from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
 from zeropp_ray.faults import Fault, read_faults
 from zeropp_ray.files import expanded
 from zeropp_ray.shadow import check_not_shadowed
+from zeropp_ray.uri import Place, UriPath, absolute, place, remove_tree
 
 if TYPE_CHECKING:
     from zeropp_ray.checkpoint.reader import Checkpoint
@@ -111,7 +114,7 @@ def train(
     with nullcontext() if dry_run else stop:
         try:
             if resume is not None:
-                return _go_on(expanded(resume, f"--resume {resume}"), overrides, address, dry_run, stop, inject)
+                return _go_on(place(resume, f"--resume {resume}"), overrides, address, dry_run, stop, inject)
             overrides = overrides if name is None else (*overrides, f"run.name={name}")
             overrides = overrides if init_from is None else (*overrides, f"model.init_from={init_from}")
             _begin(completed(load_config(file, overrides)), address, dry_run, stop, inject)
@@ -121,26 +124,28 @@ def train(
 
 def _begin(config: RunConfig, address: str | None, dry_run: bool, stop: StopSignals, inject: Sequence[str]) -> None:
     """Train a new run, in a new folder."""
-    folder = expanded(config.run.dir, f"run.dir = {config.run.dir!r}") / config.run.name
+    runs: Any = place(config.run.dir, f"run.dir = {config.run.dir!r}")
+    run = runs / config.run.name
     config, source = with_text(config)
     faults = read_faults(inject, config)
     if dry_run:
         return _show_plan(config, source)
     stop.check()
-    _make_folder(folder, config)
-    with only_job(folder):
-        _check_unused(folder, config)
+    if isinstance(run, Path):
+        _make_folder(run, config)
+    with held(run, _say) as ours:
+        _check_unused(run, config)
         try:
-            _run(config, address, folder, source, stop, faults)
+            _run(config, address, ours, source, stop, faults)
         except ConfigError:  # nothing ran
-            shutil.rmtree(folder)  # the name is free for the next try
+            _remove(ours)  # the name is free for the next try
             raise
         except KeyboardInterrupt:
-            raise _interrupted(folder) from None
+            raise _interrupted(ours) from None
 
 
 def _go_on(
-    where: Path,
+    where: Place,
     overrides: tuple[str, ...],
     address: str | None,
     dry_run: bool,
@@ -153,29 +158,30 @@ def _go_on(
     from zeropp_ray.checkpoint.resume import resumed
 
     named = is_checkpoint(where)
-    folder = run_of(where) if named else folder_of_run(where)
-    if folder is None:
+    run = run_of(where) if named else folder_of_run(where)
+    if run is None:
         raise ConfigError(f"--resume {where}: lies in no run; put it into the folder checkpoints of its own")
-    with only_job(folder):  # from here on nobody else removes checkpoints
+    with held(run, _say) as ours:  # from here on nobody else removes checkpoints
         if named:
-            checkpoint = open_own(where.resolve(), folder)
+            checkpoint = open_own(where.resolve(), run)
         else:
-            checkpoint = latest(folder, lambda text: click.echo(f"warning: {text}", err=True))
+            checkpoint = latest(run, _say)
+        ours.go_on_from(checkpoint.path)
         config, source = with_text(decided(_from_anywhere(resumed(checkpoint, overrides))))
         faults = read_faults(inject, config, first=checkpoint.step + 1)
         if dry_run:
             return _show_plan(config, source, checkpoint)
-        written = folder / "config.toml"
+        written = ours.folder / "config.toml"
         before = written.read_text(encoding="utf-8") if written.exists() else None
         try:
-            _run(config, address, folder, source, stop, faults, checkpoint)
+            _run(config, address, ours, source, stop, faults, checkpoint)
         except (ConfigError, KeyboardInterrupt) as error:
-            newer = next(folders(folder), checkpoint.path).name > checkpoint.path.resolve().name
+            newer = next(folders(run), checkpoint.path).name > checkpoint.path.resolve().name
             if before is not None and not newer:  # the run is where it was
                 written.write_text(before, encoding="utf-8")
             if isinstance(error, ConfigError):
                 raise
-            again = shlex.quote(str(where if named and not newer else folder))
+            again = shlex.quote(str(where if named and not newer else run))
             raise Stopped(f"stopped at once; go on with: zeropp train --resume {again}") from None
 
 
@@ -211,10 +217,9 @@ def named(config: RunConfig) -> RunConfig:
 
 def _from_anywhere(config: RunConfig) -> RunConfig:
     """The same run with paths of data and costs that do not depend on the working folder."""
-    path, costs = (
-        value and str(expanded(value, f"{name} = {value!r}").absolute())
-        for name, value in (("data.path", config.data.path), ("parallel.costs", config.parallel.costs))
-    )
+    data, costs = config.data.path, config.parallel.costs
+    path = data and absolute(data, f"data.path = {data!r}")
+    costs = costs and str(expanded(costs, f"parallel.costs = {costs!r}").absolute())
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, path=path),
@@ -233,9 +238,9 @@ def _make_folder(folder: Path, config: RunConfig) -> None:
         ) from error
 
 
-def _check_unused(folder: Path, config: RunConfig) -> None:
+def _check_unused(folder: Place, config: RunConfig) -> None:
     """Under the run's lock, so that of two that begin at once one is refused and neither is harmed."""
-    if any(path.name not in (JOB, DRIVER) for path in folder.iterdir()):
+    if any(path.name not in (JOB, DRIVER, LEASE) for path in folder.iterdir()):
         saved = next(folders(folder), None) is not None
         raise ConfigError(
             f"run.name = {config.run.name!r}: {folder} is not empty; choose another with --name, or "
@@ -243,24 +248,35 @@ def _check_unused(folder: Path, config: RunConfig) -> None:
         )
 
 
-def _interrupted(folder: Path) -> ZeroppError:
+def _say(text: str) -> None:
+    click.echo(f"warning: {text}", err=True)
+
+
+def _remove(run: Held) -> None:
+    shutil.rmtree(run.folder, ignore_errors=True)
+    if isinstance(run.run, UriPath):
+        run.folder.mkdir(exist_ok=True)  # a working copy, of nothing
+        remove_tree(run.run)
+
+
+def _interrupted(run: Held) -> ZeroppError:
     """A run was ended before it could save: what is left of it, in words. Without a step nothing is."""
-    metrics, newest = folder / "metrics.jsonl", next(folders(folder), None)
+    metrics, newest = run.folder / "metrics.jsonl", next(folders(run.run), None)
     if newest is not None:
         return Stopped(
             f"stopped at once; the newest checkpoint is {newest.name}, go on with: zeropp train --resume "
-            f"{shlex.quote(str(folder))}"
+            f"{shlex.quote(str(run.run))}"
         )
     if metrics.exists() and metrics.stat().st_size:
-        return ZeroppError(f"stopped at once, before a checkpoint; the steps so far are in {metrics}")
-    shutil.rmtree(folder, ignore_errors=True)  # the driver may be about to end
+        return ZeroppError(f"stopped at once, before a checkpoint; the steps so far are in {run.run / metrics.name}")
+    _remove(run)  # the driver may be about to end
     return ZeroppError("stopped before the first step; nothing is left of the run")
 
 
 def _run(
     config: RunConfig,
     address: str | None,
-    folder: Path,
+    run: Held,
     source: str,
     stop: StopSignals,
     faults: tuple[Fault, ...],
@@ -268,6 +284,7 @@ def _run(
 ) -> None:
     from zeropp_ray.data.text import keep_tokenizer
 
+    folder = run.folder
     try:
         (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
         keep_tokenizer(config, folder)
@@ -283,6 +300,8 @@ def _run(
                 config,
                 address=address,
                 run_dir=folder,
+                uri=run.run if isinstance(run.run, UriPath) else None,
+                lease=run.lease,
                 on_event=reporter,
                 resume=checkpoint,
                 stop=stop,
@@ -296,9 +315,9 @@ def _run(
         except Exception as error:
             traceback.print_exc()
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ZeroppError(f"unexpected {cause}; the traceback is in {log}") from error
+            raise ZeroppError(f"unexpected {cause}; the traceback is in {run.run / log.name}") from error
         finally:
             reporter.end()
-        reporter.summary(summary, folder)
+        reporter.summary(summary, run.run)
         if summary["error"]:
             raise ZeroppError(summary["error"])

@@ -30,6 +30,7 @@ from zeropp_ray.schedule.costs import Costs
 from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.spec import AUTO, ScheduleSpec, resolve
 from zeropp_ray.schedule.tune import tune
+from zeropp_ray.uri import check_uri
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -104,7 +105,7 @@ class RunSection(_Section):
 
     name: str = setting("", "folder of the run inside run.dir; empty: model and time of the start")
     seed: int = setting(0, "seed of the weights at start and of the order of the data")
-    dir: str = setting("runs", "folder that holds the runs")
+    dir: str = setting("runs", "folder that holds the runs, or a URI, such as s3://bucket/runs")
 
     def _check(self) -> None:
         self._require(
@@ -114,6 +115,7 @@ class RunSection(_Section):
         )
         self._require(0 <= self.seed < 2**63, "seed", "must be between 0 and 2^63 - 1")
         self._require(self.dir != "", "dir", "names no folder; use 'runs' or '.'")
+        check_uri(self.dir, f"run.dir = {self.dir!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,11 +295,13 @@ class ParallelSection(_Section):
 class DataSection(_Section):
     SECTION: ClassVar[str] = "data"
 
-    path: str = setting("", "a text file, a folder of them, or a token store; empty: Python's own documentation")
+    path: str = setting("", "a text file, a folder of them, or a token store, also at a URI; empty: Python's own text")
+    cache: str = setting("~/.cache/zeropp", "folder on each node for copies of token stores that are at a URI")
     validation_fraction: float = setting(0.05, "part of raw text, at its end, that is held out", "fraction")
     tokenizer: str = setting("", "how tokens were made: 'bytes', or the SHA-256 of a tokenizer; empty: as in path")
 
     def _check(self) -> None:
+        check_uri(self.path, f"data.path = {self.path!r}")
         self._require(0 < self.validation_fraction < 1, "validation_fraction", "must be between 0 and 1, such as 0.05")
 
 

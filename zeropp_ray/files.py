@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 from zeropp_ray.errors import ConfigError
 
@@ -12,8 +13,11 @@ from zeropp_ray.errors import ConfigError
 def expanded(path: str | Path, named: str = "") -> Path:
     """The path, with the home folder that a leading ``~`` or ``~user`` stands for.
 
-    Raises ConfigError that begins with ``named``, or else the path, if there is no such folder.
+    Raises ConfigError that begins with ``named``, or else the path, if there is no such folder, or it is a URI.
     """
+    if isinstance(path, str) and "://" in path:
+        setting = named.partition(" ")[0] or f"{path.partition('://')[0]}://"  # it may hold a secret
+        raise ConfigError(f"{setting}: a URI does not do here; give a path on this machine")
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -28,8 +32,8 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(file for file in inside if file.is_file())
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal, read in blocks."""
+def sha256_of(path: Any) -> str:
+    """SHA-256 of a file, or of what a URI names, in hexadecimal, read in blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

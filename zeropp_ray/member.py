@@ -10,7 +10,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -30,6 +29,7 @@ from zeropp_ray.planner.plan import Plan
 from zeropp_ray.precision import Precision
 from zeropp_ray.sharding import FlatParameters, GradientBuffers
 from zeropp_ray.split_backward import WeightQueue, defer
+from zeropp_ray.uri import Place
 from zeropp_ray.vote import Decision, Vote
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids and labels, int64 [b, s]
@@ -310,7 +310,7 @@ class StageMember:
         assert self._links is not None
         return self._links.checkpoint
 
-    def save(self, copies: list[ParameterCopy], folder: Path, group: Group) -> list[FileEntry]:
+    def save(self, copies: list[ParameterCopy], folder: Place, group: Group) -> list[FileEntry]:
         """Write this member's part of a checkpoint, put together over ``group``; in a thread of its own, while steps go
         on. Of replicas that own the same the first does.
         """

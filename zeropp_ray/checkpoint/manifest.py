@@ -8,7 +8,8 @@
         optimizer-000-001.safetensors     exp_avg.NAME and exp_avg_sq.NAME
 
 Every parameter is in exactly one file. A folder is made under a name that starts with a dot, and renamed once all files
-and the manifest are on disk: what is visible is whole. Loading executes no code.
+and the manifest are on disk: what is visible is whole (in an object store, once its manifest is there, see shelf.py).
+Loading executes no code.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropp_ray.files import sync
+from zeropp_ray.uri import Place
 
 VERSION = 2
 NAME = "manifest.json"
@@ -93,12 +95,13 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def folders(run: Path) -> Iterator[Path]:
+def folders(run: Place) -> Iterator[Place]:
     """The checkpoint folders of a run, newest first."""
-    yield from sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8), reverse=True)
+    found: list[Any] = sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8), reverse=True)
+    yield from (path for path in found if isinstance(path, Path) or (path / NAME).exists())
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Place) -> bool:
     """Whether the folder ``path`` looks like a checkpoint. A token store has a manifest of that name too."""
     return (path / NAME).exists() and not any(path.glob("*.arrow"))
 

@@ -13,18 +13,20 @@ from safetensors import SafetensorError, safe_open
 
 from zeropp_ray.checkpoint import run_id
 from zeropp_ray.checkpoint.manifest import CHECKPOINTS, NAME, Manifest, folder_name, folders, is_checkpoint
+from zeropp_ray.checkpoint.streams import RemoteTensors
 from zeropp_ray.config import RunConfig
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.files import expanded, sha256_of
+from zeropp_ray.files import sha256_of
 from zeropp_ray.optim import MOMENTS
 from zeropp_ray.precision import Precision
+from zeropp_ray.uri import Place, UriPath, place
 
 
 @dataclass
 class Checkpoint:
     """A checkpoint that is whole as far as sizes tell; :meth:`verify` reads every byte."""
 
-    path: Path
+    path: Place
     manifest: Manifest
     _open: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -37,7 +39,7 @@ class Checkpoint:
         return RunConfig.from_dict(self.manifest.config)
 
     @property
-    def run(self) -> Path | None:
+    def run(self) -> Place | None:
         """The folder of the run that it lies in; None if it lies elsewhere."""
         return run_of(self.path)
 
@@ -45,7 +47,7 @@ class Checkpoint:
         for entry in self.manifest.files.values():
             if tensor in entry.tensors:
                 if entry.name not in self._open:
-                    self._open[entry.name] = safe_open(self.path / entry.name, framework="pt")
+                    self._open[entry.name] = _opened(self.path / entry.name)
                 return self._open[entry.name]
         raise ConfigError(f"{self.path}: holds no {tensor}")
 
@@ -76,7 +78,7 @@ class Checkpoint:
                 wrong.append(f"{entry.name} has been altered: its checksum differs")
         return wrong
 
-    def misplaced(self, run: Path) -> list[str]:
+    def misplaced(self, run: Place) -> list[str]:
         """What keeps it from being a checkpoint of the run in folder ``run``, in words; empty if nothing does.
 
         ConfigError if the run's id is gone.
@@ -111,7 +113,11 @@ class Checkpoint:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def _opened(path: Place) -> Any:
+    return safe_open(path, framework="pt") if isinstance(path, Path) else RemoteTensors(path)
+
+
+def open_checkpoint(path: Place) -> Checkpoint:
     """Open the checkpoint in folder ``path``.
 
     Raises ConfigError if it is none, of a newer version, or damaged as far as names and sizes tell.
@@ -130,15 +136,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if file.stat().st_size != entry.bytes:
             raise ConfigError(f"{path}: damaged, {entry.name} has {file.stat().st_size} bytes instead of {entry.bytes}")
         try:
-            with safe_open(file, framework="pt") as opened:
-                if set(opened.keys()) != set(entry.tensors):
-                    raise ConfigError(f"{path}: damaged, {entry.name} holds other tensors than its manifest says")
-        except SafetensorError as error:
+            names = set(_opened(file).keys())
+        except (SafetensorError, ValueError) as error:
             raise ConfigError(f"{path}: damaged, {entry.name} cannot be read: {error}") from None
+        if names != set(entry.tensors):
+            raise ConfigError(f"{path}: damaged, {entry.name} holds other tensors than its manifest says")
     return checkpoint
 
 
-def run_of(checkpoint: Path) -> Path | None:
+def run_of(checkpoint: Place) -> Place | None:
     """The folder of the run that the checkpoint in folder ``checkpoint`` lies in, also by links; None if in none."""
     for path in (checkpoint.absolute(), checkpoint.resolve()):
         if path.parent.name == CHECKPOINTS and (path.parent.parent / run_id.FILE).is_file():
@@ -146,7 +152,7 @@ def run_of(checkpoint: Path) -> Path | None:
     return None
 
 
-def open_own(path: Path, run: Path) -> Checkpoint:
+def open_own(path: Place, run: Place) -> Checkpoint:
     """Open the checkpoint in folder ``path``, every byte checked, as one of the run in folder ``run``.
 
     Raises ConfigError if it is damaged, or of another run.
@@ -163,7 +169,7 @@ def _whole(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def latest(run: Path, warn: Callable[[str], None] = lambda text: None) -> Checkpoint:
+def latest(run: Place, warn: Callable[[str], None] = lambda text: None) -> Checkpoint:
     """The newest good checkpoint of the run in folder ``run``, every byte checked. Damaged ones and those of other runs
     are named to ``warn``.
 
@@ -178,12 +184,13 @@ def latest(run: Path, warn: Callable[[str], None] = lambda text: None) -> Checkp
     raise ConfigError(f"{run}: no good checkpoint of this run in {run / CHECKPOINTS}")
 
 
-def find(where: str | Path, warn: Callable[[str], None] = lambda text: None) -> Checkpoint:
-    """From what a person names: a checkpoint folder, a run folder, or the name of a run under ``runs/``.
+def find(where: str | Place, warn: Callable[[str], None] = lambda text: None) -> Checkpoint:
+    """From what a person names: a checkpoint folder, a run folder, the URI of either, or the name of a run under
+    ``runs/``.
 
     A checkpoint that is named itself may lie anywhere; one that lies in another run than its own is named to ``warn``.
     """
-    path = expanded(where)
+    path = place(where)
     if not is_checkpoint(path):
         return latest(folder_of_run(path), warn)
     checkpoint = _whole(open_checkpoint(path))
@@ -192,8 +199,12 @@ def find(where: str | Path, warn: Callable[[str], None] = lambda text: None) -> 
     return checkpoint
 
 
-def folder_of_run(where: Path) -> Path:
-    """The folder of a run from its path, or its name under ``runs/``."""
+def folder_of_run(where: Place) -> Place:
+    """The folder of a run from its path or URI, or its name under ``runs/``."""
+    if isinstance(where, UriPath):
+        if (where / CHECKPOINTS).is_dir():
+            return where
+        raise ConfigError(f"{where}: neither a run with checkpoints nor a checkpoint")
     for path in (where, Path("runs") / where):
         if (path / CHECKPOINTS).is_dir():
             return path

@@ -7,19 +7,21 @@ from pathlib import Path
 
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.files import sync
+from zeropp_ray.uri import Place
 
 FILE = "run-id"
 
 
-def create(run: Path) -> None:
+def create(run: Place) -> None:
     """Draw the id of the new run in folder ``run``, and have it on disk."""
     path = run / FILE
     path.write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
-    sync(path)
-    sync(run)
+    if isinstance(path, Path) and isinstance(run, Path):
+        sync(path)
+        sync(run)
 
 
-def read(run: Path) -> str:
+def read(run: Place) -> str:
     """The id of the run in folder ``run``. ConfigError if its file is gone: no checkpoint can be told to be its own."""
     try:
         return (run / FILE).read_text(encoding="utf-8").strip()

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from zeropp_ray.checkpoint.manifest import FileEntry
+from zeropp_ray.checkpoint.streams import save
 from zeropp_ray.comm.base import Group
 from zeropp_ray.files import sha256_of, sync
+from zeropp_ray.uri import Place, UriPath
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,14 @@ def write(
     copies: Sequence[ParameterCopy],
     group: Group,
     stage: int,
-    folder: Path,
+    folder: Place,
     written: Callable[[], None] = lambda: None,
 ) -> list[FileEntry]:
     """Put this member's share of the parameters of ``stage`` together and write it. All members of ``group`` call it,
     who own them between them. ``written`` is called after each file.
 
-    Raises OSError if the disk is full or cannot be written, PeerLost if another member of the group is gone.
+    Raises OSError if the disk is full or cannot be written, StoreError if an object store does not take it, PeerLost if
+    another member of the group is gone.
     """
     weights: dict[str, torch.Tensor] = {}
     optimizer: dict[str, torch.Tensor] = {}
@@ -59,12 +61,20 @@ def write(
     for prefix, tensors in (("weights", weights), ("optimizer", optimizer)):
         if tensors:
             path = folder / f"{prefix}-{stage:03d}-{group.rank:03d}.safetensors"
-            save_file(tensors, path, metadata={"format": "pt"})
-            sync(path)
+            size, checksum = _saved(tensors, path)
             shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-            files.append(FileEntry(path.name, path.stat().st_size, sha256_of(path), shapes))
+            files.append(FileEntry(path.name, size, checksum, shapes))
             written()
     return files
+
+
+def _saved(tensors: dict[str, torch.Tensor], path: Place) -> tuple[int, str]:
+    """Size and SHA-256 of a file that is there for good."""
+    if isinstance(path, UriPath):
+        return save(tensors, path)
+    save_file(tensors, path, metadata={"format": "pt"})
+    sync(path)
+    return path.stat().st_size, sha256_of(path)
 
 
 def _assemble(copy: ParameterCopy, mine: torch.Tensor, owner: int, group: Group, tag: int) -> torch.Tensor | None:

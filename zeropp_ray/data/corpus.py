@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import pydoc_data.topics
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from zeropp_ray.config import RunConfig
+from zeropp_ray.data.fetch import here
 from zeropp_ray.data.store import Tokens, is_store, open_store
 from zeropp_ray.data.tokenizer import BYTES
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.files import expanded, files_in
+from zeropp_ray.files import files_in
+from zeropp_ray.uri import Place, UriPath, place
 
 
 class Corpus(NamedTuple):
@@ -29,8 +30,6 @@ class Corpus(NamedTuple):
     """Tokens are below this."""
     tokenizer: str = BYTES
     """Identity of the tokenizer."""
-    tokenizer_file: Path | None = None
-    """None: bytes."""
     unit: str = "bytes"
     """What a token is called."""
     checksum: str = ""
@@ -51,8 +50,8 @@ def load_corpus(config: RunConfig, vocabulary: int | None = None) -> Corpus:
     Raises ``ConfigError`` for a path that is missing, damaged, empty or too short for one step and one held-out
     sequence, for text made into tokens otherwise than the run's, and for a model that cannot tell its tokens apart.
     """
-    path = expanded(config.data.path, f"data.path = {config.data.path!r}")
-    corpus = _store(config, path) if config.data.path and is_store(path) else _text(config)
+    where = place(config.data.path, f"data.path = {config.data.path!r}")
+    corpus = _store(config, where) if config.data.path and is_store(where) else _text(config)
     _check_tokens(config, corpus, vocabulary)
     return corpus
 
@@ -79,9 +78,9 @@ def _named(tokenizer: str) -> str:
     return "bytes" if tokenizer == BYTES else f"of the tokenizer {tokenizer[:12]}…"
 
 
-def _store(config: RunConfig, path: Path) -> Corpus:
+def _store(config: RunConfig, where: Place) -> Corpus:
     try:
-        store = open_store(path)
+        store = open_store(here(where, config.data.cache))
     except ConfigError as error:
         raise ConfigError(f"data.path = {config.data.path!r}: {error}") from None
     train, validation, manifest = store.split("train"), store.split("validation"), store.manifest
@@ -96,10 +95,9 @@ def _store(config: RunConfig, path: Path) -> Corpus:
     return Corpus(
         train,
         validation,
-        str(path),
+        str(where),
         vocabulary=manifest.vocabulary,
         tokenizer=manifest.tokenizer,
-        tokenizer_file=store.tokenizer_file,
         unit=unit,
         checksum=manifest.checksum,
     )
@@ -135,16 +133,20 @@ def read_raw(path: str, named: str = "") -> np.ndarray:
 
     Raises ConfigError that begins with ``named``, or else the path, if there is nothing to read.
     """
-    place, named = expanded(path, named), named or path
+    file, named = place(path, named), named or path
+    if isinstance(file, UriPath):
+        raise ConfigError(
+            f"{named}: no token store is there, and raw text is read from disks; make one with zeropp data prepare"
+        )
     try:
-        if place.is_dir():
-            files = files_in(place)
+        if file.is_dir():
+            files = files_in(file)
             if not files:
                 raise ConfigError(f"{named}: a folder without files; name a text file or a folder of them")
             text = np.frombuffer(b"\n\n".join(f.read_bytes() for f in files), dtype=np.uint8)
-        elif place.is_file():
+        elif file.is_file():
             # Mapped, not read: the members of a node share one copy.
-            text = np.memmap(place, dtype=np.uint8, mode="r") if place.stat().st_size else np.zeros(0, dtype=np.uint8)
+            text = np.memmap(file, dtype=np.uint8, mode="r") if file.stat().st_size else np.zeros(0, dtype=np.uint8)
         else:
             raise ConfigError(f"{named}: no such file or folder; name one, or leave it empty for the built-in text")
     except OSError as error:

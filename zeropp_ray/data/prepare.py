@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
@@ -41,6 +42,7 @@ from zeropp_ray.data.store import (
 from zeropp_ray.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from zeropp_ray.errors import ConfigError, ZeroppError
 from zeropp_ray.files import expanded, sha256_of, sync
+from zeropp_ray.uri import Place, UriPath, place
 
 BATCH = 1 << 20
 """Tokens of a record batch."""
@@ -73,7 +75,7 @@ class Written:
 
 def prepare(
     sources: Sequence[str | Path],
-    out: Path,
+    out: Place,
     *,
     column: str = "text",
     tokenizer: str | Path = BYTES,
@@ -83,7 +85,8 @@ def prepare(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Store:
-    """Make the token store ``out`` from text files, JSON Lines, Parquet, and folders of them, and open it.
+    """Make the token store ``out`` from text files, JSON Lines, Parquet, and folders of them, and open it. One at a URI
+    is made in the folder for temporary files, and then copied.
 
     A document is held out by a hash of its beginning, so that equal ones are on the same side. Where documents are too
     few or too unequal for that, and the held-out part would miss ``validation_fraction`` by more than half of it, the
@@ -109,8 +112,9 @@ def prepare(
     total = sum(file.stat().st_size for file in files)
     size = max(LEAST_JOB, total // MOST_JOBS)
     stretches = _stretches(cut(files, column, size), size)
-    out = expanded(out).absolute()
-    partial = _make_partial(out, overwrite)
+    out = place(out).absolute()
+    _check_unused(out, overwrite)
+    partial = _make_partial(out) if isinstance(out, Path) else Path(tempfile.mkdtemp(prefix="zeropp-store-"))
     try:
         job = Job(partial, column, str(tokenizer), end_token, validation_fraction)
         written = _run(job, stretches, workers or _cores(), lambda done: progress(done, total))
@@ -120,7 +124,10 @@ def prepare(
         (partial / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         sync(partial / MANIFEST)
         sync(partial)
-        _publish(partial, out)
+        if isinstance(out, Path):
+            _publish(partial, out)
+        else:
+            _upload(partial, out)
     except OSError as error:
         raise ZeroppError(f"{out}: cannot be written: {error.strerror or error}") from error
     finally:
@@ -144,13 +151,16 @@ def _stretches(slices: Sequence[Slice], size: int) -> list[list[Slice]]:
 # -- the folder ------------------------------------------------------------------------------------------------------
 
 
-def _make_partial(out: Path, overwrite: bool) -> Path:
-    """A hidden folder beside ``out``, which gets its name once it is whole."""
+def _check_unused(out: Place, overwrite: bool) -> None:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         if not overwrite:
             raise ConfigError(f"{out}: is there already; choose another --out, or replace it with --overwrite")
         if not is_store(out):
             raise ConfigError(f"{out}: is no token store and will not be replaced; choose another --out")
+
+
+def _make_partial(out: Path) -> Path:
+    """A hidden folder beside ``out``, which gets its name once it is whole."""
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -169,6 +179,15 @@ def _publish(partial: Path, out: Path) -> None:
     partial.rename(out)
     sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _upload(made: Path, out: UriPath) -> None:
+    """The manifest goes first and comes last: a store that is there is complete."""
+    (out / MANIFEST).unlink(missing_ok=True)
+    out.remove_tree()
+    for path in sorted(made.iterdir(), key=lambda path: (path.name == MANIFEST, path.name)):
+        with path.open("rb") as source, (out / path.name).open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 24)
 
 
 def _copy_tokenizer(path: Path, to: Path) -> None:

@@ -29,6 +29,7 @@ import pyarrow as pa
 from zeropp_ray.data.tokenizer import BYTES
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.files import sha256_of
+from zeropp_ray.uri import Place
 
 VERSION = 1
 FORMAT = "zeropp token store"
@@ -147,17 +148,18 @@ class Joined:
 class Store:
     """An open store. Its parts are there in their sizes; :meth:`verify` reads every byte."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self.dtype = np.dtype(manifest.dtype)
         self.tokenizer_file = None if manifest.tokenizer == BYTES else path / TOKENIZER
 
     def split(self, name: str) -> Joined:
         """The tokens of ``train`` or ``validation``."""
-        spans = self.manifest.splits[name]
+        spans, folder = self.manifest.splits[name], self.path
+        assert isinstance(folder, Path), "what is mapped is on a disk, see fetch.py"
         return Joined(
             [(span.first, span.tokens) for span in spans],
-            lambda i: _open_part(self.path / spans[i].file, self.dtype),
+            lambda i: _open_part(folder / spans[i].file, self.dtype),
             self.dtype,
         )
 
@@ -187,18 +189,18 @@ def _open_part(path: Path, dtype: np.dtype) -> Tokens:
     return batches[0] if len(batches) == 1 else Joined([(0, len(b)) for b in batches], batches.__getitem__, dtype)
 
 
-def is_store(path: Path) -> bool:
+def is_store(path: Place) -> bool:
     """Whether the folder ``path`` is a store or was one: a damaged one must not be taken for text."""
     try:
-        with (path / MANIFEST).open(encoding="utf-8") as file:
-            if FORMAT in file.read(200):
+        with (path / MANIFEST).open("rb") as file:
+            if FORMAT.encode() in file.read(200):
                 return True
     except (OSError, ValueError):
         pass
     return any(path.glob("*.arrow"))
 
 
-def open_store(path: Path) -> Store:
+def open_store(path: Place) -> Store:
     """Open the store in folder ``path``.
 
     Raises ConfigError if it is none, of a newer version, or damaged as far as names and sizes tell.

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from zeropp_ray.config import ParallelSection, RunConfig
 from zeropp_ray.data.corpus import load_corpus, read_raw
+from zeropp_ray.data.fetch import here
 from zeropp_ray.data.store import TOKENIZER, Tokens, is_store, open_store
 from zeropp_ray.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.files import expanded
+from zeropp_ray.uri import Place, place
 
 _BESIDE = "tokenizer_config.json"  # where Hugging Face folders name the token that ends a text
 
 
-def tokenizer_of(config: RunConfig, run: Path) -> tuple[Tokenizer, Path | None]:
+def tokenizer_of(config: RunConfig, run: Place) -> tuple[Tokenizer, Place | None]:
     """What made the text of the run in folder `run` into tokens, and its `tokenizer.json`: that of the run's store, or
     the run's copy of it; None for bytes.
 
@@ -28,13 +28,13 @@ def tokenizer_of(config: RunConfig, run: Path) -> tuple[Tokenizer, Path | None]:
     if wanted == BYTES:
         return ByteTokenizer(), None
     try:
-        store = open_store(expanded(config.data.path))
+        store = open_store(place(config.data.path))
         return _checked(store.path / TOKENIZER, store.manifest.end_token, wanted)
     except ConfigError:  # the store is gone, moved, damaged, or another one by now
         return _checked(run / TOKENIZER, _end_token(run / _BESIDE), wanted)
 
 
-def _checked(file: Path, end_token: str, wanted: str) -> tuple[Tokenizer, Path]:
+def _checked(file: Place, end_token: str, wanted: str) -> tuple[Tokenizer, Place]:
     found = FileTokenizer(file, end_token)
     if found.identity != wanted:
         raise ConfigError(f"{file}: another tokenizer than the run's, whose SHA-256 is {wanted}")
@@ -45,11 +45,11 @@ def keep_tokenizer(config: RunConfig, run: Path) -> None:
     """Copy the tokenizer of the run's store to the run's folder, so that the run can be read without its data."""
     tokenizer, file = tokenizer_of(config, run)
     if file is not None and file.parent != run:
-        shutil.copyfile(file, run / TOKENIZER)
+        (run / TOKENIZER).write_bytes(file.read_bytes())
         (run / _BESIDE).write_text(json.dumps({"eos_token": tokenizer.end_token}) + "\n", encoding="utf-8")
 
 
-def _end_token(path: Path) -> str:
+def _end_token(path: Place) -> str:
     """What `tokenizer_config.json` says that ends a text; empty if it does not say."""
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["eos_token"])
@@ -77,9 +77,9 @@ def text_of(config: RunConfig, path: str = "", split: str = "validation") -> Tex
         tokens = corpus.validation if split == "validation" else corpus.train
         return Text(tokens, f"{split} part of {corpus.source}", corpus.tokenizer == BYTES)
     wanted = config.data.tokenizer or BYTES
-    place = expanded(path)
-    if is_store(place):
-        store = open_store(place)
+    where = place(path)
+    if is_store(where):
+        store = open_store(here(where, config.data.cache))
         tokens, identity, source = store.split(split), store.manifest.tokenizer, f"{split} part of {path}"
     else:
         tokens, identity, source = read_raw(path), BYTES, path

@@ -15,6 +15,7 @@ import numpy as np
 
 from zeropp_ray.errors import ConfigError
 from zeropp_ray.files import expanded
+from zeropp_ray.uri import Place
 
 BYTES = "bytes"
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -55,7 +56,7 @@ class ByteTokenizer:
 class FileTokenizer:
     """The tokenizer in a ``tokenizer.json``, as the `tokenizers` library writes it and published models carry it."""
 
-    def __init__(self, path: Path, end_token: str = "") -> None:
+    def __init__(self, path: Place, end_token: str = "") -> None:
         """``end_token``: what ends a document; empty takes the first of the usual ones that the file knows.
 
         Raises ConfigError for a file that is none, and for an end token that it does not know.
