@@ -34,7 +34,8 @@ SETTLE_S = 1.0
 def leased(run: UriPath, tell: Callable[[str], None]) -> Iterator[str]:
     """Hold the run at ``run``; the token of the lease. ``tell`` hears of waiting for one that was left behind.
 
-    ConfigError if another process trains the run, or nothing can be written there. Inside, SIGTERM comes to this process if the lease is lost.
+    ConfigError if another process trains the run, or nothing can be written there. Inside, SIGTERM comes to this
+    process if the lease is lost.
     """
     token = secrets.token_hex(8)
     lease, stop = run / NAME, threading.Event()

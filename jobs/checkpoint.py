@@ -18,6 +18,8 @@ def checkpoint() -> None:
     \b
       from safetensors.torch import load_file
       load_file("runs/first/checkpoints/step-00000200/weights-000-000.safetensors")
+
+    Runs and checkpoints may be at a URI, such as s3://my-bucket/runs/first.
     """
 
 

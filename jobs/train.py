@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @configured
 @click.option("--name", help="Name of the run, and of its folder; short for --set run.name=NAME.")
 @click.option(
-    "--resume", metavar="RUN", help="Go on from the newest good checkpoint of a run: its folder, or its name."
+    "--resume", metavar="RUN", help="Go on from the newest good checkpoint of a run: its folder, name or URI."
 )
 @click.option(
     "--init-from", metavar="DIR", help="Start from the model in a Hugging Face folder: its weights, and its sizes."
@@ -83,6 +83,7 @@ def train(
       zeropp train --init-from downloads/gpt2 --set data.path=stores/mine
       zeropp train --resume first
       zeropp train --resume runs/first --set train.steps=1000 --set parallel.stages=1
+      zeropp train --name first --set run.dir=s3://my-bucket/runs
       zeropp train --inject 'kill stage=1 member=0 step=20 at=B'
 
     Ctrl-C or SIGTERM stops after the step at hand, saves, and says how to go on; once more, 2 s later or more, ends the

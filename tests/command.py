@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from zeropp_ray.uri import Place, UriPath
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -21,17 +23,29 @@ class CommandRun:
     """``zeropp train`` in a process group of its own, with a HOME of its own."""
 
     def __init__(
-        self, folder: Path, *settings: str, resume: bool = False, checkpoint: str = "", name: str = "victim"
+        self,
+        folder: Path,
+        *settings: str,
+        resume: bool = False,
+        checkpoint: str = "",
+        name: str = "victim",
+        runs: UriPath | None = None,
     ) -> None:
-        """``resume`` the run in folder ``name``, from its newest checkpoint or ``checkpoint``, by a relative path."""
+        """``resume`` the run in folder ``name``, from its newest checkpoint or ``checkpoint``, by a relative path.
+
+        ``runs``: where it is, if not in ``folder``.
+        """
         self.folder = folder / "runs" / name
+        self.run: Place = runs / name if runs else self.folder
         home = folder / "home"
         home.mkdir(exist_ok=True)
         arguments = (
             ["--resume", f"../runs/{name}" + (f"/checkpoints/{checkpoint}" if checkpoint else "")]
             if resume
-            else ["--name", name, "--set", f"run.dir={folder}/runs"]
+            else ["--name", name, "--set", f"run.dir={runs or folder / 'runs'}"]
         )
+        if resume and runs:
+            arguments = ["--resume", str(self.run)]
         arguments += [x for setting in settings for x in ("--set", setting)]
         self.temporary = Path(tempfile.mkdtemp(prefix="zt-"))  # short: sockets of Ray lie in it
         self.shared_memory = set(Path("/dev/shm").iterdir())
@@ -48,13 +62,19 @@ class CommandRun:
     def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and self.process.poll() is None:
-            metrics = self.folder / "metrics.jsonl"
+            metrics = self.metrics()
             if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
                 return
             time.sleep(0.05)
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)  # or its output would not end
         raise AssertionError(f"no step {step}: {self.process.communicate()[0]}")
+
+    def metrics(self) -> Path:
+        """Of a run at a URI, those in its working copy."""
+        if isinstance(self.run, Path):
+            return self.folder / "metrics.jsonl"
+        return next(self.temporary.glob("zeropp-*/metrics.jsonl"), self.temporary / "not yet")
 
     def wait_for(self, path: Path) -> None:
         deadline = time.monotonic() + 120

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -22,8 +23,8 @@ def command(tmp_path):
 
     started = []
 
-    def start(*settings: str, resume: bool = False, checkpoint: str = "", name: str = "victim") -> CommandRun:
-        started.append(CommandRun(tmp_path, *settings, resume=resume, checkpoint=checkpoint, name=name))
+    def start(*settings: str, **options: Any) -> CommandRun:
+        started.append(CommandRun(tmp_path, *settings, **options))
         return started[-1]
 
     yield start

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-BUCKET = "zeropp"
+BUCKET = "my-bucket"  # as in the documentation
 KEYS = {"AWS_ACCESS_KEY_ID": "owner", "AWS_SECRET_ACCESS_KEY": "secret-of-the-owner"}
 READ_ONLY = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "secret-of-the-reader"}
 
@@ -24,6 +24,7 @@ class ObjectStore:
         folder.mkdir()
         self._ports = _free_ports(8)
         self.query = f"endpoint_override=127.0.0.1:{self._ports[0]}&scheme=http"
+        self.environment = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports[0]}"}
         identities = [
             {"name": key["AWS_ACCESS_KEY_ID"], "credentials": [_credentials(key)], "actions": actions}
             for key, actions in ((KEYS, ["Admin", "Read", "Write", "List"]), (READ_ONLY, ["Read", "List"]))

@@ -157,7 +157,7 @@ def test_wrong_types_are_refused(override: str, message: str) -> None:
         ("parallel.stage=3", "parallel.stage: unknown key; did you mean parallel.stages?"),
         ("train.seed=3", "train.seed: unknown key; did you mean run.seed?"),
         ("modle.dim=3", "[modle]: unknown section; did you mean model?"),
-        ("data.quux=3", "data.quux: unknown key; [data] knows path, validation_fraction, tokenizer"),
+        ("data.quux=3", "data.quux: unknown key; [data] knows path, cache, validation_fraction, tokenizer"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(override: str, message: str) -> None:

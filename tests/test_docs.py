@@ -16,6 +16,7 @@ import click
 import pytest
 
 from jobs.cli import zeropp
+from tests.object_store import ObjectStore
 from tests.user_cluster import UserCluster
 
 ROOT = Path(__file__).parent.parent
@@ -56,10 +57,23 @@ def test_a_documented_command_exists(words):
         command.make_parser(context).parse_args(list(arguments))  # raises UsageError for an unknown option
 
 
+@pytest.fixture
+def bucket(page, tmp_path):
+    """What finds ``s3://my-bucket``, for pages that name it: the environment of a server."""
+    if "s3://" not in page.read_text(encoding="utf-8"):
+        yield {}
+        return
+    server = ObjectStore(tmp_path / "object-store")
+    try:
+        yield server.environment
+    finally:
+        server.stop()
+
+
 @pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_documented_commands_run(page, tmp_path, bpe, request):
+def test_documented_commands_run(page, tmp_path, bpe, bucket, request):
     """In order, in a copy of the repository's examples, with a small model and few steps."""
     (tmp_path / "tokenizer.json").symlink_to(bpe)
     (tmp_path / "texts").mkdir()
@@ -82,6 +96,7 @@ def test_documented_commands_run(page, tmp_path, bpe, request):
     )
     shim.chmod(0o755)
     environment = {**os.environ, "PATH": f"{shim.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment |= {"HOME": str(tmp_path), **bucket}
     if page.stem == "clusters":  # as after `ray start --head`
         pytest.importorskip("aiohttp_cors", reason="ray[default] is not installed; make test-all does")
         cluster = UserCluster()

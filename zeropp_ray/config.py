@@ -295,7 +295,9 @@ class ParallelSection(_Section):
 class DataSection(_Section):
     SECTION: ClassVar[str] = "data"
 
-    path: str = setting("", "a text file, a folder of them, or a token store, also at a URI; empty: Python's own text")
+    path: str = setting(
+        "", "a text file, a folder of them, or a token store, also a URI of one; empty: Python's own text"
+    )
     cache: str = setting("~/.cache/zeropp", "folder on each node for copies of token stores that are at a URI")
     validation_fraction: float = setting(0.05, "part of raw text, at its end, that is held out", "fraction")
     tokenizer: str = setting("", "how tokens were made: 'bytes', or the SHA-256 of a tokenizer; empty: as in path")
