@@ -39,7 +39,9 @@ def leased(run: UriPath, tell: Callable[[str], None]) -> Iterator[str]:
     """
     token = secrets.token_hex(8)
     lease, stop = run / NAME, threading.Event()
-    text = json.dumps({"token": token, "holder": f"process {os.getpid()} on {socket.gethostname()}, {datetime.now()}"})
+    text = json.dumps(
+        {"token": token, "holder": f"process {os.getpid()} on {socket.gethostname()} since {datetime.now()}"}
+    )
     try:
         _await_free(run, tell)
         lease.write_text(text)
@@ -76,7 +78,12 @@ def check(run: UriPath, token: str) -> None:
     """ZeroppError if the lease with ``token`` is not the run's any more; StoreError if that cannot be known."""
     held = _read(run / NAME)
     if held["token"] != token:
-        raise ZeroppError(f"{run}: is trained by another job by now ({held['holder']})")
+        raise ZeroppError(f"{run}: is trained by another job by now ({held['holder'] or 'its lease is gone'})")
+
+
+def holder(run: UriPath) -> str:
+    """The process that holds the lease of the run, or did when it was killed; empty if none does."""
+    return _read(run / NAME)["holder"]
 
 
 def _await_free(run: UriPath, tell: Callable[[str], None]) -> None:
@@ -88,7 +95,7 @@ def _await_free(run: UriPath, tell: Callable[[str], None]) -> None:
         left = LEASE_S - (probe.modified() - written)
         probe.unlink()
         if left > 0:
-            tell(f"{run} is held by {_read(lease)['holder']}; waiting up to {left:.0f} s to see whether that lives")
+            tell(f"{run} is held by {holder(run)}; waiting up to {left:.0f} s to see whether that lives")
         deadline = time.monotonic() + left
         while time.monotonic() < deadline:
             time.sleep(1.0)
@@ -99,8 +106,7 @@ def _await_free(run: UriPath, tell: Callable[[str], None]) -> None:
 
 
 def _taken(run: UriPath) -> ConfigError:
-    holder = _read(run / NAME)["holder"]
-    return ConfigError(f"{run}: another process trains this run ({holder}); wait, or choose another run")
+    return ConfigError(f"{run}: another process trains this run ({holder(run)}); wait, or choose another run")
 
 
 def _read(lease: UriPath) -> dict[str, str]:
@@ -108,4 +114,4 @@ def _read(lease: UriPath) -> dict[str, str]:
         held = json.loads(lease.read_text())
         return {"token": str(held["token"]), "holder": str(held["holder"])}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return {"token": "", "holder": "unknown"}
+        return {"token": "", "holder": ""}

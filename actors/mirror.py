@@ -88,6 +88,13 @@ def mirrored(folder: Path, run: UriPath, token: str, tell: Callable[[str], None]
             tell(f"{error}; what the run recorded is kept in {kept}")
 
 
+def fetch(run: UriPath, folder: Path) -> None:
+    """Copy the files of a run, checkpoints aside, to ``folder``."""
+    for path in run.iterdir():
+        if not path.name.startswith(".") and path.is_file():
+            (folder / path.name).write_bytes(path.read_bytes())
+
+
 class Mirror:
     """Copies the files of ``folder`` to ``run`` when they have changed; hidden ones stay."""
 
@@ -97,10 +104,8 @@ class Mirror:
         self._there: dict[str, tuple[int, int]] = {}  # what the store has: time and size of the file it is a copy of
 
     def fetch(self) -> None:
-        """Have here what the run has there, checkpoints aside."""
-        for path in self._run.iterdir():
-            if not path.name.startswith(".") and path.is_file():
-                (self._folder / path.name).write_bytes(path.read_bytes())
+        """Have here what the run has there."""
+        fetch(self._run, self._folder)
         self._there = self._here()
 
     def copy(self) -> None:

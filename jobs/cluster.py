@@ -20,6 +20,7 @@ from jobs.status import process_of, read_status, run_folder
 from jobs.submit import GRACE, at_address, follow_job
 from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
 from zeropp_ray.files import expanded
+from zeropp_ray.uri import is_uri
 
 if TYPE_CHECKING:
     from jobs.submission import Jobs
@@ -102,7 +103,7 @@ def stop(run: str, address: str | None) -> None:
     Exit code: 0 it is saved, or was done already; else 1, or that of the run if it had failed.
     """
     with suppress(ConfigError):
-        folder = run_folder(expanded(run)) if address is None else None
+        folder = run_folder(expanded(run)) if address is None and not is_uri(run) else None
         if folder is not None and (process := process_of(holder(folder))):
             _stop_here(folder, process)
     _stop_job(run, address)

@@ -22,6 +22,7 @@ from jobs.train import train
 from zeropp_ray.config import load_config
 from zeropp_ray.errors import ConfigError, NoProgress, Stopped, ZeroppError
 from zeropp_ray.files import expanded
+from zeropp_ray.uri import place
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the entry point of a job
 MEANINGS = {
@@ -49,7 +50,7 @@ def _pretrain(file: Path | None, overrides: tuple[str, ...], resume: str | None,
     if JOB_CONFIG in os.environ:
         if resume is None:
             overrides = _outlasting(file, overrides)
-        elif not (where := expanded(resume)).is_absolute():
+        elif isinstance(where := place(resume), Path) and not where.is_absolute():
             resume = str(next((p for p in (Path.home() / where, Path.home() / "runs" / where) if p.is_dir()), where))
     assert train.callback is not None
     train.callback(file, overrides, resume=resume, **options)

@@ -8,6 +8,7 @@ import re
 import shlex
 import socket
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -18,13 +19,16 @@ from typing import Any
 
 import click
 
+from actors import lease
 from actors.events import EVENTS
 from actors.locks import JOB, holder
+from actors.mirror import fetch
 from actors.processes import alive, started_at
 from jobs.report import aligned, duration, short
+from zeropp_ray.checkpoint.manifest import NAME as MANIFEST
 from zeropp_ray.checkpoint.manifest import folders
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.files import expanded
+from zeropp_ray.uri import Place, UriPath, place
 
 TAIL_BYTES = 2**16  # of metrics.jsonl: some hundred steps
 RECENT = 10  # steps of which the median speed is told
@@ -34,11 +38,12 @@ RECENT = 10  # steps of which the median speed is told
 @click.argument("run")
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 def status(run: str, as_json: bool) -> None:
-    """Where RUN, its folder or its name under runs/, is: state, step, loss, speed, recoveries, checkpoint and members.
+    """Where RUN, its folder, URI or name under runs/, is: state, step, loss, speed, recoveries, checkpoint and members.
 
     Only its files are read, so it can be asked at any time and from any machine that sees them.
     """
-    found = read_status(run_folder(expanded(run)))
+    where = place(run)
+    found = read_status(run_folder(where)) if isinstance(where, Path) else _read_at(where)
     click.echo(json.dumps(found) if as_json else _table(found))
 
 
@@ -50,16 +55,28 @@ def run_folder(where: Path) -> Path:
     raise ConfigError(f"{where}: neither the folder of a run nor the name of a run under runs/")
 
 
-def read_status(run: Path) -> dict[str, Any]:
-    """What the files in a run's folder tell, by name; None where they tell nothing."""
+def _read_at(uri: UriPath) -> dict[str, Any]:
+    """As :func:`read_status`, of a run in an object store, whose files are some seconds old."""
+    with tempfile.TemporaryDirectory(prefix="zeropp-") as temporary:
+        copy = Path(temporary)
+        fetch(uri, copy)
+        (copy / JOB).write_text(lease.holder(uri), encoding="utf-8")
+        if not (copy / "config.toml").exists():
+            raise ConfigError(f"{uri}: no run is there")
+        return read_status(copy, uri)
+
+
+def read_status(run: Path, named: Place | None = None) -> dict[str, Any]:
+    """What the files in a run's folder tell, by name; None where they tell nothing. ``named``: if they are a copy."""
+    named = named or run
     lines, events = _json_lines(run / "metrics.jsonl", TAIL_BYTES), _json_lines(run / EVENTS)
     steps = [line for line in lines if "loss" in line]
     last, members = (steps or [{}])[-1], _json(run / "members.json") or []
     recoveries = [event for event in events if event["kind"] == "recovery"]
-    newest = next(folders(run), None)
+    newest = next(folders(named), None)
     goal = _json(run / "summary.json") or {}
     return {
-        "run": str(run),
+        "run": str(named),
         **_state(run, events),
         "step": last.get("step", 0),
         "steps": _goal(run) or goal.get("steps"),
@@ -135,8 +152,9 @@ def _json_lines(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
     return [line for line in lines if isinstance(line, dict)]
 
 
-def _age_s(path: Path) -> float:
-    return max(0.0, time.time() - path.stat().st_mtime)
+def _age_s(path: Place) -> float:
+    written = path.stat().st_mtime if isinstance(path, Path) else (path / MANIFEST).modified()
+    return max(0.0, time.time() - written)
 
 
 def _table(found: Mapping[str, Any]) -> str:
