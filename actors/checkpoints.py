@@ -82,7 +82,7 @@ class Checkpoints:
         start = time.perf_counter()
         try:
             partial = self._shelf.begin(progress.step)
-        except OSError as error:
+        except (OSError, ZeroppError) as error:
             return [self._failed(progress, str(error))]
         self._saving = progress, partial, call("snapshot", partial)
         self.blocked_s.append(time.perf_counter() - start)
@@ -111,7 +111,7 @@ class Checkpoints:
             return [self._failed(progress, " ".join(str(cause).split()))]
         self._ended()
         self.saved_step = progress.step
-        self._own.insert(0, final)
+        self._own = [final, *(path for path in self._own if path != final)]
         if keep := self._config.checkpoint.keep:
             for old in self._own[keep:]:
                 self._shelf.remove(old)
@@ -158,7 +158,7 @@ class Checkpoints:
             time.sleep(AGAIN_S if attempt else 0.0)
             yield from self.begin(progress, call)
             yield from self.poll(wait)
-        self._shelf.close()
+        self._shelf.settle()
 
     def unsaved(self, progress: Progress) -> str:
         """Why the end of the run is not saved and what there is to go on from, in words; empty if it is saved."""

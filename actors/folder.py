@@ -39,7 +39,7 @@ class RunFolder:
         if self.uri is None:
             return Shelf(self.path)
         uri, token = self.uri, self.lease
-        return UriShelf(uri, self.path / METRICS, lambda: lease.check(uri, token))
+        return UriShelf(uri, self.path / METRICS, lambda: lease.check(uri, token), self.path / lease.LOST)
 
     def progress_of(self, member: Member, pid: int) -> Path:
         """The file in which a member's process notes where it is; that of a lost one says nothing of its successor."""

@@ -19,11 +19,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from pathlib import Path
 
 from zeropp_ray.errors import ConfigError, ZeroppError
 from zeropp_ray.uri import StoreError, UriPath
 
 NAME = ".lease"
+LOST = ".lease-lost"
 PROBE = ".now"  # written to learn the store's time
 BEAT_S = 10.0
 LEASE_S = 45.0  # some beats: one that comes late must not lose the run
@@ -31,11 +33,11 @@ SETTLE_S = 1.0
 
 
 @contextmanager
-def leased(run: UriPath, tell: Callable[[str], None]) -> Iterator[str]:
+def leased(run: UriPath, folder: Path, tell: Callable[[str], None]) -> Iterator[str]:
     """Hold the run at ``run``; the token of the lease. ``tell`` hears of waiting for one that was left behind.
 
-    ConfigError if another process trains the run, or nothing can be written there. Inside, SIGTERM comes to this
-    process if the lease is lost.
+    ConfigError if another process trains the run, or nothing can be written there. If the lease is lost inside, a file
+    :data:`LOST` appears in ``folder``, and this process gets SIGTERM.
     """
     token = secrets.token_hex(8)
     lease, stop = run / NAME, threading.Event()
@@ -59,7 +61,8 @@ def leased(run: UriPath, tell: Callable[[str], None]) -> Iterator[str]:
             except StoreError:
                 pass  # it may come back
             except ZeroppError:
-                os.kill(os.getpid(), signal.SIGTERM)  # to stop; what it then cannot save says why
+                (folder / LOST).touch()
+                os.kill(os.getpid(), signal.SIGTERM)  # to stop; the save that then fails says why
                 return
 
     thread = threading.Thread(target=beat, name="lease", daemon=True)

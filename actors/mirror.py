@@ -53,7 +53,12 @@ def held(run: Place, tell: Callable[[str], None]) -> Iterator[Held]:
         with only_job(run):
             yield Held(run, run)
         return
-    with leased(run, tell) as token, scratch() as folder, only_job(folder), mirrored(folder, run, token, tell):
+    with (
+        scratch() as folder,
+        only_job(folder),
+        leased(run, folder, tell) as token,
+        mirrored(folder, run, token, tell),
+    ):
         yield Held(run, folder, token)
 
 

@@ -219,6 +219,10 @@ def test_checkpoints_are_kept_in_a_store_as_on_a_disk(
     assert saved(8) == ["log"]
     assert "is trained by another job by now (process 1)" in kept.unsaved(Progress(8, 8, 8, 8))
     assert latest(run).step == 7
+    (tmp_path / lease.LOST).touch()
+    (event,) = kept.begin(Progress(9, 9, 9, 9), lambda *_: pytest.fail("members write nothing"))
+    assert "is trained by another job" in event["text"]
+    assert not (run / "checkpoints" / "step-00000009").exists()
 
 
 def test_commands_read_from_a_store_and_find_damage(run: UriPath, tmp_path: Path) -> None:
@@ -251,15 +255,17 @@ def test_commands_read_from_a_store_and_find_damage(run: UriPath, tmp_path: Path
         open_checkpoint(run / "checkpoints" / "step-00000005")
 
 
-def test_a_lease_is_held_refused_taken_over_and_lost(bucket: UriPath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_is_held_refused_taken_over_and_lost(
+    bucket: UriPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.3)
     monkeypatch.setattr(lease, "LEASE_S", 2.0)
     monkeypatch.setattr(lease, "SETTLE_S", 0.1)
     told: list[str] = []
-    with lease.leased(bucket, told.append) as token:
+    with lease.leased(bucket, tmp_path, told.append) as token:
         lease.check(bucket, token)
         with pytest.raises(ConfigError, match=r"another process trains this run \(process \d+ on"):
-            lease.leased(bucket, told.append).__enter__()
+            lease.leased(bucket, tmp_path, told.append).__enter__()
         assert len(told) == 1
     assert not (bucket / lease.NAME).exists()
 
@@ -267,10 +273,11 @@ def test_a_lease_is_held_refused_taken_over_and_lost(bucket: UriPath, monkeypatc
     asked = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
     try:
-        with lease.leased(bucket, told.append) as token:
+        with lease.leased(bucket, tmp_path, told.append) as token:
             assert "is held by process 7; waiting up to" in told[1]
             (bucket / lease.NAME).write_text(json.dumps({"token": "other", "holder": "process 8"}))
             assert asked.wait(5), "the run is told to stop"
+            assert (tmp_path / lease.LOST).exists(), "and its driver not to save"
             with pytest.raises(ZeroppError, match=r"another job by now \(process 8\)"):
                 lease.check(bucket, token)
         assert (bucket / lease.NAME).exists(), "it is the other's"

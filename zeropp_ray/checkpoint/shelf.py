@@ -32,8 +32,8 @@ class Shelf:
         """A save was given up: see to it that what it left is removed."""
         self.sweep()
 
-    def close(self) -> None:
-        """The run ends: wait for what is under way."""
+    def settle(self) -> None:
+        """Wait for what is under way: the run is about to end."""
 
     def begin(self, step: int) -> Any:
         """Where the files of the checkpoint after ``step`` are to be written. OSError if that cannot be made."""
@@ -80,12 +80,14 @@ class UriShelf(Shelf):
     waiting.
     """
 
-    def __init__(self, run: UriPath, record: Path, check: Callable[[], None]) -> None:
+    def __init__(self, run: UriPath, record: Path, check: Callable[[], None], lost: Path) -> None:
         """``record``: the run's metrics, of which each checkpoint gets a copy, since steps are recorded on the driver's
-        node and may be lost with it. ``check`` raises ZeroppError if the run is another job's by now.
+        node and may be lost with it. ``check`` raises ZeroppError if the run is another job's by now; if that is known,
+        there is a file ``lost``.
         """
         super().__init__(run)
-        self._record, self._check = record, check
+        self._record, self._check, self._lost = record, check, lost
+        self._published = set[UriPath]()
         self._thread = ThreadPoolExecutor(1, "publish")
 
     def sweep(self) -> None:
@@ -96,11 +98,16 @@ class UriShelf(Shelf):
     def drop(self) -> None:
         """After the next checkpoint: deleting now could hit the files of another try, which have the same names."""
 
-    def close(self) -> None:
-        self._thread.shutdown()
+    def settle(self) -> None:
+        self._thread.submit(lambda: None).result()
 
     def begin(self, step: int) -> Any:
-        return self._folder / folder_name(step)
+        if self._lost.exists():
+            self._check()
+        folder = self._folder / folder_name(step)
+        if folder in self._published:  # a step that is taken again, after a fault
+            (folder / NAME).unlink(missing_ok=True)
+        return folder
 
     def publish(self, partial: Any, manifest: Manifest) -> Future[Place]:
         return self._thread.submit(self._publish, partial, manifest)
@@ -109,6 +116,7 @@ class UriShelf(Shelf):
         self._check()
         (folder / self._record.name).write_bytes(self._record.read_bytes())
         (folder / NAME).write_text(manifest.to_json())
+        self._published.add(folder)
         with suppress(StoreError):  # no save is under way now
             self.sweep()
         return folder
