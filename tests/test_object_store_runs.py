@@ -87,7 +87,7 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_not_been_stopped(
     assert losses(again.run) == losses(twin.run)
     assert latest(again.run).digest(state=True) == latest(twin.run).digest(state=True)
     assert json.loads((again.run / "summary.json").read_text())["outcome"] == "done"
-    for name in ("config.toml", "events.jsonl", "log.txt", "run-id"):
+    for name in ("config.toml", "events.jsonl", "run-id"):
         assert (again.run / name).read_bytes(), name
     assert not (again.run / ".lease").exists()
     for path in (first.temporary, again.temporary):
