@@ -26,7 +26,6 @@ from zeropp_ray.uri import StoreError, UriPath
 
 NAME = ".lease"
 LOST = ".lease-lost"
-PROBE = ".now"  # written to learn the store's time
 BEAT_S = 10.0
 LEASE_S = 45.0  # some beats: one that comes late must not lose the run
 SETTLE_S = 1.0
@@ -45,7 +44,7 @@ def leased(run: UriPath, folder: Path, tell: Callable[[str], None]) -> Iterator[
         {"token": token, "holder": f"process {os.getpid()} on {socket.gethostname()} since {datetime.now()}"}
     )
     try:
-        _await_free(run, tell)
+        _await_free(run, token, tell)
         lease.write_text(text)
         time.sleep(SETTLE_S)
         if _read(lease)["token"] != token:
@@ -89,14 +88,13 @@ def holder(run: UriPath) -> str:
     return _read(run / NAME)["holder"]
 
 
-def _await_free(run: UriPath, tell: Callable[[str], None]) -> None:
+def _await_free(run: UriPath, token: str, tell: Callable[[str], None]) -> None:
     """Return once nobody holds the lease; ConfigError as soon as its holder shows that it lives."""
-    lease, probe = run / NAME, run / PROBE
+    lease = run / NAME
+    now = _time_of_store(run / f".now-{token}")
     try:
         written = lease.modified()
-        probe.write_text("now")
-        left = LEASE_S - (probe.modified() - written)
-        probe.unlink()
+        left = LEASE_S - (now - written)
         if left > 0:
             tell(f"{run} is held by {holder(run)}; waiting up to {left:.0f} s to see whether that lives")
         deadline = time.monotonic() + left
@@ -106,6 +104,14 @@ def _await_free(run: UriPath, tell: Callable[[str], None]) -> None:
                 raise _taken(run)
     except FileNotFoundError:  # it is given back
         return
+
+
+def _time_of_store(probe: UriPath) -> float:
+    probe.write_text("now")
+    try:
+        return probe.modified()
+    finally:
+        probe.unlink()
 
 
 def _taken(run: UriPath) -> ConfigError:

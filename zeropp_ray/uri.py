@@ -29,7 +29,7 @@ _OTHER_NAMES = {"gcs": "gs", "s3a": "s3", "viewfs": "hdfs"}
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 _ADVICE = (
-    ("ACCESS_DENIED|SIGNATURE|ACCESS_KEY|TOKEN|CREDENTIAL|403|401", "check the credentials in the environment (of S3: "
+    ("ACCESS_DENIED|SIGNATURE|ACCESS_KEY|TOKEN|CREDENTIAL", "check the credentials in the environment (of S3: "
      "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role of the machine), and that they may list, read, write and "
      "delete there"),
     ("NO_SUCH_BUCKET|bucket does not exist", "make the bucket first, or correct its name"),
