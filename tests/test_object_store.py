@@ -239,7 +239,7 @@ def test_commands_read_from_a_store_and_find_damage(run: UriPath, tmp_path: Path
     (run / METRICS).write_text('{"step": 9, "loss": 1.5, "tokens_per_s": 10, "seconds": 1}\n')
     status = json.loads(command("status", str(run), "--json")[1])
     assert (status["run"], status["step"], status["checkpoint"]) == (str(run), 9, "step-00000009")
-    assert command("status", str(run / "nothing"))[0] == 1
+    assert command("status", str(run / "nothing"))[0] == 2
     file = run / "checkpoints" / "step-00000009" / "weights-000-000.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
