@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from actors.assignment import Node, assign
 from jobs.cli import zeropp
 from zeropp_ray.config import ModelSection, RunConfig, load_config
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.layout import Layout
 from zeropp_ray.metrics import kinds
 from zeropp_ray.models import cut, describe, resolve_factory
 from zeropp_ray.planner.cost_model import Choice, Rival, estimate, memory_limit
@@ -259,6 +261,28 @@ def test_links_inside_and_between_nodes() -> None:
     assert shared == pytest.approx(63 / 64 * 1e9 / (8 * 40e9), rel=0.2)  # eight adapters of each node together
     assert alone == pytest.approx(7 / 8 * 1e9 / 40e9, rel=0.02)
     assert on.gather(1e9, 1, 1) == 0
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+@pytest.mark.parametrize(
+    ("P", "F", "R"), [(2, 8, 2), (4, 4, 2), (2, 4, 4), (8, 2, 2), (1, 8, 4), (4, 16, 1), (2, 2, 2), (2, 4, 1)]
+)
+def test_links_are_those_over_which_a_run_is_placed(P: int, F: int, R: int, zero1: bool) -> None:
+    layout = Layout(stages=P, chunks=1, shards=F, replicas=R, zero1=zero1)
+    on = cluster("h100-80g", max(8, layout.size))
+    placed = assign(layout, [Node(str(n), str(n), on.per_node) for n in range(on.nodes)])
+    assert placed is not None
+    where = placed[0]
+
+    def crossed(*fixed: str) -> bool:
+        groups: dict[tuple[int, ...], set[str]] = {}
+        for me, node in where.items():
+            groups.setdefault(tuple(getattr(me, name) for name in fixed), set()).add(node)
+        return any(len(nodes) > 1 for nodes in groups.values())
+
+    assert on.crosses(F, 1) == crossed("p", "r")
+    assert (P > 1 and on.crosses(P, F * R)) == crossed("f", "r")
+    assert (R > 1 and on.crosses(R, P * F)) == crossed("p", "f")
 
 
 # --- what a user is told

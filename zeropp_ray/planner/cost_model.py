@@ -17,6 +17,11 @@ Time of a step = tasks and ramp + stalls + gathers + reduces + replicas + optimi
 - *Replicas* sum gradients after the last reduce, and nothing overlaps with it.
 - The *optimizer* reads and writes its state once.
 
+Members are placed as a run places them (``actors/assignment.py``): the ``F`` of a stage on one node if they fit there,
+and neighbouring stages on different nodes. So shards exchange over the link inside a node while ``F`` is at most its
+devices, in strides of 1 (``hardware.py``); messages between stages, counted in strides of ``F R``, and sums over
+replicas, in strides of ``P F``, leave it as soon as the run does not fit on one.
+
 Not counted: the driver's round (about a millisecond), kernels that share a device with transfers, input, checkpoints,
 faults.
 
@@ -248,7 +253,7 @@ def memory_of(model: ModelSizes, cluster: Cluster, choice: Choice) -> dict[str, 
 def hop(model: ModelSizes, cluster: Cluster, choice: Choice) -> float:
     """Seconds that a micro-batch takes from one stage to the next."""
     message = model.width * choice.microbatch_size * model.seq_len * model.hidden
-    return cluster.send(message, choice.stages, choice.shards) if choice.stages > 1 else 0.0
+    return cluster.send(message, choice.stages, choice.shards * choice.replicas) if choice.stages > 1 else 0.0
 
 
 def _pipeline(
@@ -269,7 +274,7 @@ def _pipeline(
         lost += parts.F[0][0] * LIMIT_STALL[choice.recompute] * max(0.0, 1 - ramp(choice) / (2 * P))
         seconds["stalls"] = len(units) * P * lost
     if P > 1:  # a device sends 2V messages a micro-batch, one after the other
-        sending = 2 * choice.chunks * N * (way - cluster.send(0.0, P, choice.shards))
+        sending = 2 * choice.chunks * N * (way - cluster.send(0.0, P, choice.shards * choice.replicas))
         seconds["stalls"] += max(0.0, sending - sum(seconds.values()))
     return seconds
 
@@ -310,7 +315,7 @@ def _exchanges(
     return {
         f"gathers, {within}": model.width * gathered * (F - 1) / F,
         f"reduces, {within}": MASTER * reduced * (F - 1) / F,
-        f"stages, {cluster.over(P, F)}": 2.0 * V * choice.microbatches * message,
+        f"stages, {cluster.over(P, F * R)}": 2.0 * V * choice.microbatches * message,
         f"replicas, {cluster.over(R, P * F)}": (MASTER + second) * stage / F * (R - 1) / R,
     }
 
