@@ -201,8 +201,10 @@ def _row(place: str, found: Plans, step: Estimate[Any]) -> tuple[str, ...]:
 def _aligned(rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        f"{row[0]:>{widths[0]}}  {row[1]:{widths[1]}}"
-        + "".join(f"  {c:>{w}}" for c, w in zip(row[2:], widths[2:], strict=True))
+        (
+            f"{row[0]:>{widths[0]}}  {row[1]:{widths[1]}}"
+            + "".join(f"  {c:>{w}}" for c, w in zip(row[2:], widths[2:], strict=True))
+        ).rstrip()
         for row in rows
     )
 

@@ -5,6 +5,7 @@ them and as published runs were, and what a user is told.
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -394,3 +395,19 @@ def test_planning_for_many_devices(count: int) -> None:
     model = sizes_of(ModelSection(preset="llama3-70b", seq_len=8192), "bfloat16")
     found = search(model, cluster("h200", count), 2048)
     assert found.best[0].choice.members <= count
+
+
+PLANS = (Path(__file__).parent.parent / "docs" / "plans.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "size", ["llama3-8b", *(pytest.param(size, marks=pytest.mark.full) for size in ("llama3-70b", "llama3.1-405b"))]
+)
+def test_the_plans_of_the_docs_are_what_the_commands_print(size: str) -> None:
+    (command, shown), *_ = re.findall(
+        rf"```sh\nzeropp plan (--model {size} .*)\n```\n\n```\n(.*?)\n```", PLANS, re.DOTALL
+    )
+    assert run(*command.split()).rstrip("\n") == shown
+    if "h200" in command:
+        h100 = command.replace(" --device h200", "").split()
+        assert run(*h100).rstrip("\n") in PLANS, "what does not fit on H100"
