@@ -405,7 +405,7 @@ PLANS = (Path(__file__).parent.parent / "docs" / "plans.md").read_text(encoding=
 )
 def test_the_plans_of_the_docs_are_what_the_commands_print(size: str) -> None:
     (command, shown), *_ = re.findall(
-        rf"```sh\nzeropp plan (--model {size} .*)\n```\n\n```\n(.*?)\n```", PLANS, re.DOTALL
+        rf"```sh\nzeropp plan (--model {size} [^\n]*)\n```\n\n```\n(.*?)\n```", PLANS, re.DOTALL
     )
     assert run(*command.split()).rstrip("\n") == shown
     if "h200" in command:
