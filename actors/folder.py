@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors import lease
 from zeropp_ray.checkpoint.shelf import Shelf, UriShelf
-from zeropp_ray.evaluation import Request
 from zeropp_ray.layout import Member
 from zeropp_ray.uri import Place, UriPath
+
+if TYPE_CHECKING:
+    from zeropp_ray.evaluation import Request  # with torch, which commands that only read need not load
 
 METRICS = "metrics.jsonl"
 

@@ -29,13 +29,13 @@ _LETTERS = (
 @click.command(name="plan", short_help="Pick the layout for a model on given devices.")
 @click.option("--model", "preset", default="", metavar="NAME", help="A published model, such as llama3-8b.")
 @click.option("--from", "file", type=click.Path(path_type=Path), help="Take model and batch from a configuration.")
-@click.option("--gpus", type=int, default=0, help="Devices.  [default: 8, or what the configuration has]")
+@click.option("--gpus", type=int, help="Devices.  [default: 8, or what the configuration has]")
 @click.option("--device", default="h100-80g", show_default=True, help="Kind of device; an unknown one lists them.")
 @click.option("--nodes", type=int, default=0, help="Nodes that hold the devices.  [default: nodes of the usual size]")
 @click.option("--intra", default="", help="Link inside a node, such as nvlink or pcie5.  [default: the device's]")
 @click.option("--inter", default="", help="Link between nodes, such as ib400.  [default: usual for the device]")
-@click.option("--seq", type=int, default=0, help="Tokens of a sequence.  [default: the context, 8192 at most]")
-@click.option("--global-batch", type=int, default=0, help="Sequences a step.  [default: 1024, or the configuration's]")
+@click.option("--seq", type=int, help="Tokens of a sequence.  [default: the context, 8192 at most]")
+@click.option("--global-batch", type=int, help="Sequences a step.  [default: 1024, or the configuration's]")
 @click.option(
     "--costs",
     "cost_file",
@@ -47,13 +47,13 @@ _LETTERS = (
 def plan(
     preset: str,
     file: Path | None,
-    gpus: int,
+    gpus: int | None,
     device: str,
     nodes: int,
     intra: str,
     inter: str,
-    seq: int,
-    global_batch: int,
+    seq: int | None,
+    global_batch: int | None,
     cost_file: Path | None,
     top: int,
     write: Path | None,
@@ -83,8 +83,8 @@ def plan(
     if write is not None and not write.parent.is_dir():
         raise ConfigError(f"--write = {write}: there is no folder {write.parent}; choose another")
     config = _config(preset, file, seq)
-    on = cluster(device, gpus or (config.parallel.members if file else 8), nodes, intra, inter)
-    batch = global_batch or (config.parallel.global_batch if file else 1024)
+    on = cluster(device, (config.parallel.members if file else 8) if gpus is None else gpus, nodes, intra, inter)
+    batch = (config.parallel.global_batch if file else 1024) if global_batch is None else global_batch
     if batch < 1:
         raise ConfigError(f"--global-batch = {batch}: must be at least 1")
     sizes = _measured(_sizes(config, on.device.dtype), config, on.device.dtype, cost_file)
@@ -95,14 +95,17 @@ def plan(
     found = search(sizes, on, batch, top)
     click.echo(_report(found, own))
     if write is not None:
-        write.write_text(_chosen(config, found).to_toml(), encoding="utf-8")
+        try:
+            write.write_text(_chosen(config, found).to_toml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--write = {write}: cannot be written: {error.strerror}; choose another") from None
         click.echo(f"\n{write} written: plan 1; see what it comes to with: zeropp config check {write}")
 
 
-def _config(preset: str, file: Path | None, seq: int) -> RunConfig:
+def _config(preset: str, file: Path | None, seq: int | None) -> RunConfig:
     if bool(preset) == (file is not None):
         raise ConfigError("give --model NAME or --from FILE, one of the two")
-    if seq < 0:
+    if seq is not None and seq < 1:
         raise ConfigError(f"--seq = {seq}: must be at least 1")
     if file is not None:
         config = load_config(file)

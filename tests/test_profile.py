@@ -130,6 +130,10 @@ def test_what_was_measured_of_one_cut_gives_any_other(tmp_path: Path) -> None:
     write_costs(tmp_path / "two.json", two, Costs((1, 1), (1, 1), (1, 1)), {})
     with pytest.raises(ConfigError, match="of 2 chunks"):
         parts_of(tmp_path / "two.json", config, "--costs")
+    damaged = {**identity(config, ()), **cut, "blocks of the chunks": [2, 3, 4]}
+    write_costs(tmp_path / "damaged.json", damaged, Costs(*map(tuple, seconds)), {})
+    with pytest.raises(ConfigError, match="is damaged"):
+        parts_of(tmp_path / "damaged.json", config, "--costs")
 
 
 def test_a_file_keeps_all_of_it(tmp_path: Path) -> None:

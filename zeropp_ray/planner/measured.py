@@ -23,7 +23,9 @@ def measured(path: str | Path, config: RunConfig, name: str) -> Measured:
     there = {key: value for key, value in of.items() if key not in layout}
     here = {key: value for key, value in identity(config, ()).items() if key not in layout}
     refuse_another(there, here, f"{name} = {str(path)!r}")
-    blocks, size = of[CUT], of["parallel.microbatch_size"]
+    blocks, size = of.get(CUT), of.get("parallel.microbatch_size")
+    if not (isinstance(size, int) and isinstance(blocks, list) and len(blocks) == len(costs.F) and all(blocks)):
+        raise ConfigError(f"{name} = {str(path)!r}: is damaged: not of what cut; measure anew with: zeropp profile")
     if len(blocks) < 3:
         raise ConfigError(
             f"{name} = {str(path)!r}: of {len(blocks)} chunks, and what a block takes shows from the third on; measure "
