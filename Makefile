@@ -8,13 +8,14 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo bench test test-all lint format
+.PHONY: help demo bench test test-all gpu-test lint format
 
 help:
 	@echo 'make demo      train a small model, 2 stages x 2 members, on this machine (a few minutes)'
 	@echo 'make bench     ours against what else trains such a model, in interleaved rounds (BENCH_ARGS=--quick: minutes)'
 	@echo 'make test      format, lint and types, and all tests but the long ones'
 	@echo 'make test-all  the long tests too'
+	@echo 'make gpu-test  the tests that need a GPU, several members on one'
 	@echo 'make lint      format, lint and types alone'
 	@echo 'make format    put the code in form'
 
@@ -30,6 +31,10 @@ test: lint
 
 test-all: lint .venv/all.stamp
 	@$(BIN)/pytest
+
+# torch with CUDA: see docs/gpu.md, PIP_ARGS.
+gpu-test: .venv/all.stamp
+	@$(BIN)/pytest -s tests/test_gpu.py tests/test_nccl_real.py
 
 lint: .venv/dev.stamp
 	@$(BIN)/ruff check .
@@ -60,5 +65,5 @@ format: .venv/dev.stamp
 	@touch $@ .venv/run.stamp
 
 .venv/all.stamp: .venv/dev.stamp
-	@$(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt -e '.[dev,jobs]'
+	@$(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt -e '.[dev,jobs,cuda]'
 	@touch $@

@@ -275,6 +275,7 @@ class Run:
                 "predicted": predicted[member.me.p],
                 "measured": report.memory.at_peak,
                 "highest": report.memory.highest,
+                "allocator": report.memory.allocator,
             }
             for member, report in zip(self._members.all, reports, strict=True)
         ]

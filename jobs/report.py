@@ -52,10 +52,12 @@ def memory_table(memory: Mapping[str, Any]) -> str:
             rows[kind] = [size(memory[column][kind]) for column in columns]
     rows["total"] = [size(sum(memory[column].values())) for column in columns[:2]]
     width = max(map(len, rows))
+    allocator = ", ".join(f"{size(amount)} {what}" for what, amount in memory.get("allocator", {}).items())
     return "\n".join(
         [
             f"step {memory['step']}  memory of {memory['member']}, the fullest, at its peak in {memory['at']}",
             *(f"{kind:{width}}" + "".join(f"{text:>11}" for text in row) for kind, row in rows.items()),
+            *([f"the GPU's allocator at most: {allocator}"] if allocator else []),
         ]
     )
 

@@ -24,8 +24,11 @@ import torch.distributed as dist
 from zeropp_ray.checkpoint import run_id
 from zeropp_ray.checkpoint.manifest import VERSION, FileEntry, Manifest, Progress, entries, folder_name, publish
 from zeropp_ray.checkpoint.reader import CHECKPOINTS, open_checkpoint
-from zeropp_ray.comm.gloo import Rendezvous, connect
+from zeropp_ray.comm.base import Links
+from zeropp_ray.comm.connect import connect
+from zeropp_ray.comm.gloo import Rendezvous
 from zeropp_ray.config import RunConfig
+from zeropp_ray.device import pick, prepare
 from zeropp_ray.errors import MemberError
 from zeropp_ray.layout import Member
 from zeropp_ray.member import StageMember
@@ -98,8 +101,7 @@ def _serve(
     try:
         if sabotage is not None:
             sabotage(me)
-        member = StageMember(config, plan, me, MemberSamples(samples, config, me.f, me.r))
-        member.join(connect(at, plan.layout, me, host="127.0.0.1"))
+        member = _joined(config, plan, me, at, samples)
         pipe.send(None)
         while (request := pipe.recv()) is not None:
             try:
@@ -116,16 +118,27 @@ def _serve(
         pipe.send(RuntimeError(traceback.format_exc()))
 
 
+def _joined(config: RunConfig, plan: Plan, me: Member, at: Rendezvous, samples: Samples) -> StageMember:
+    prepare(config.resources, config.train)
+    member = StageMember(config, plan, me, MemberSamples(samples, config, me.f, me.r), pick(config.resources))
+    member.join(_connected(member, at))
+    return member
+
+
+def _connected(member: StageMember, at: Rendezvous) -> Links:
+    return connect(at, member.plan.layout, member.me, host="127.0.0.1", device=member.device)
+
+
 def _call(member: StageMember, method: str, arguments: Sequence[Any]) -> Any:
     return globals()[method](member, *arguments) if method in globals() else getattr(member, method)(*arguments)
 
 
 def gradients(member: StageMember) -> list[tuple[str, int, torch.Tensor]]:
-    return [(name, start, piece.clone()) for name, start, piece in member.named_shards("gradients")]
+    return [(name, start, piece.clone().cpu()) for name, start, piece in member.named_shards("gradients")]
 
 
 def weights(member: StageMember) -> list[tuple[str, int, torch.Tensor]]:
-    return [(name, start, piece.clone()) for name, start, piece in member.named_shards("weights")]
+    return [(name, start, piece.clone().cpu()) for name, start, piece in member.named_shards("weights")]
 
 
 def save(member: StageMember, folder: Path) -> list[FileEntry]:
@@ -227,7 +240,7 @@ def nap(member: StageMember, seconds: float) -> None:
 
 def rejoin(member: StageMember, at: Rendezvous) -> None:
     member.abort()
-    member.join(connect(at, member.plan.layout, member.me, host="127.0.0.1"))
+    member.join(_connected(member, at))
 
 
 @dataclass
@@ -240,6 +253,14 @@ class Run:
     at: Rendezvous
     start: Callable[[Member, Rendezvous], tuple[Any, Any]] | None = None  # a member: its process, our end of its pipe
     processes: dict[Member, Any] = field(default_factory=dict)
+    store: Any = None
+
+    def publish(self) -> None:
+        """What the driver puts in the store for an epoch."""
+        if self.at.transport == "nccl":
+            from zeropp_ray.comm.nccl_forming import publish
+
+            publish(self.store, self.at.epoch, self.plan.layout)
 
     def kill(self, me: Member) -> None:
         self.processes[me].kill()
@@ -249,6 +270,7 @@ class Run:
         """New processes in the place of killed ones, and a new epoch of all."""
         assert self.start is not None
         self.at = replace(self.at, epoch=self.at.epoch + 1)
+        self.publish()
         for place, (me, pipe) in enumerate(self.pipes):
             if me in lost:
                 self.processes[me], pipe = self.start(me, self.at)
@@ -295,8 +317,7 @@ class _Here:
     """The only member of its layout, in this process, as a pipe to it."""
 
     def __init__(self, config: RunConfig, plan: Plan, me: Member, at: Rendezvous, samples: Samples) -> None:
-        self._member = StageMember(config, plan, me, MemberSamples(samples, config, me.f, me.r))
-        self._member.join(connect(at, plan.layout, me, host="127.0.0.1"))
+        self._member = _joined(config, plan, me, at, samples)
 
     def send(self, request: tuple[str, Sequence[Any]]) -> None:
         self._answer = _call(self._member, *request)
@@ -319,7 +340,9 @@ def members(
     """Members that have joined. One that is alone is in this process, unless it has a fault or is to be ``apart``."""
     plan = make_plan(config)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    at = Rendezvous(host="127.0.0.1", port=store.port, epoch=0, timeout_s=60)
+    transport = "nccl" if config.resources.transport == "nccl" else "gloo"
+    form_s = 60.0 if transport == "nccl" else 15.0
+    at = Rendezvous("127.0.0.1", store.port, epoch=0, timeout_s=60, form_s=form_s, transport=transport)
     started, pipes = [], []
     try:
         if plan.layout.size == 1 and sabotage is None and not apart:
@@ -337,7 +360,8 @@ def members(
             started.append(process)
             return process, ours
 
-        run = Run(config, plan, pipes, at, start)
+        run = Run(config, plan, pipes, at, start, store=store)
+        run.publish()
         for me in plan.layout.members():
             run.processes[me], pipe = start(me, at)
             pipes.append((me, pipe))

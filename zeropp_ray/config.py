@@ -330,6 +330,7 @@ class TrainSection(_Section):
     eval_every: int = setting(50, "distance of evaluations; 0: only at the end", "steps")
     eval_sequences: int = setting(256, "most sequences of the held-out part that an evaluation reads", "sequences")
     dtype: str = setting("float32", "float32, or bfloat16 with weights kept in fp32; float64 is for tests")
+    deterministic: bool = setting(False, "on GPUs take only what gives the same bytes every time; on CPU all does")
 
     def _check(self) -> None:
         self._at_least(1, "steps", "eval_sequences")
@@ -372,11 +373,18 @@ class CheckpointSection(_Section):
         self._at_least(0, "every_steps", "every_minutes", "keep")
 
 
+DEVICES = ("auto", "cpu", "cuda")
+TRANSPORTS = ("auto", "gloo", "nccl")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResourcesSection(_Section):
     SECTION: ClassVar[str] = "resources"
 
     cpus: float = setting(1.0, "Ray CPUs that a member asks for", "CPUs")
+    device: str = setting("auto", f"where members compute: {', '.join(DEVICES)}; auto: on GPUs if there are enough")
+    gpus: float = setting(1.0, "GPUs that a member on a GPU asks for: 1, or less to share one on purpose", "GPUs")
+    transport: str = setting("auto", f"what training's tensors go over: {', '.join(TRANSPORTS)}; auto: nccl on GPUs")
     step_timeout_s: float = setting(
         600.0, "a step, an evaluation or a transfer that takes longer has failed", "seconds"
     )
@@ -393,9 +401,16 @@ class ResourcesSection(_Section):
         "network interface of the members: name, address or network, 10.0.0.0/8; auto: Ray's, or on one machine lo",
     )
     measure_memory: bool = setting(False, "measure every member's tensor memory in the second step, which then is slow")
+    nvtx: bool = setting(False, "on GPUs name each instruction for NVIDIA's profilers (NVTX)")
 
     def _check(self) -> None:
         self._require(self.cpus > 0, "cpus", "must be above 0, such as 1 or 0.5")
+        self._require(self.device in DEVICES, "device", f"unknown; {_close(self.device, DEVICES)}")
+        self._require(0 < self.gpus <= 1, "gpus", "a member has one GPU, or a part of one: above 0, at most 1")
+        self._require(self.transport in TRANSPORTS, "transport", f"unknown; {_close(self.transport, TRANSPORTS)}")
+        if self.device == "cpu":
+            self._require(self.transport != "nccl", "transport", "is between GPUs; use gloo with resources.device=cpu")
+            self._require(not self.nvtx, "nvtx", "is for GPUs; remove it with resources.device=cpu")
         self._require(self.step_timeout_s > 0, "step_timeout_s", "must be above 0, such as 600")
         self._at_least(0, "wait_s")
         texts = all(isinstance(value, str) for value in self.labels.values())

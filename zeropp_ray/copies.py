@@ -1,7 +1,8 @@
 """Copies of a member's state in host memory, at the member itself and at its buddy.
 
 The state is what a member owns and what steps change: master weights, moments and the count of commits; frozen
-parameters go along. After a commit the main thread copies it, which is all that it pays. A thread then sends the copy
+parameters go along. After a commit the main thread copies it, which is all that it pays; on a GPU it only
+begins to, and the next update waits for it. A thread then sends the copy
 to the buddy, the next one of the ring (:meth:`Layout.ring`), and takes that of the one before, over a group of its own.
 Replicas that own the same need no exchange: each holds the others' state already.
 
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from zeropp_ray.comm.base import Group, PeerLost, Transfer
+from zeropp_ray.device import CPU, Aside
 from zeropp_ray.errors import MemberError
 from zeropp_ray.layout import Layout, Member
 from zeropp_ray.optim import ShardedAdamW
@@ -67,10 +69,10 @@ def missing(holdings: Mapping[Member, Holdings | None], step: int) -> frozenset[
 class _Versions:
     """Two versions of one member's state, flat; what steps do not change is there once."""
 
-    def __init__(self, changing: int, frozen: int, dtype: torch.dtype) -> None:
+    def __init__(self, changing: int, frozen: int, dtype: torch.dtype, aside: Aside) -> None:
         self.steps = [-1, -1]  # of each version; -1: not whole
-        self.changing = [torch.empty(changing, dtype=dtype) for _ in self.steps]
-        self.frozen = torch.empty(frozen, dtype=dtype)
+        self.changing = [aside.empty(changing, dtype) for _ in self.steps]
+        self.frozen = aside.empty(frozen, dtype)
 
     def open(self) -> int:
         """The older version, to be overwritten: it counts no longer."""
@@ -94,7 +96,7 @@ class Copies:
     Args:
         enabled: whether copies are kept at all; else nothing is held.
         sets, optimizer: the state, which is copied and put back in place.
-        dtype: of the masters.
+        dtype, device: of the masters.
         reached: called with ``"copy"`` by the thread in the midst of each exchange.
     """
 
@@ -106,16 +108,18 @@ class Copies:
         optimizer: ShardedAdamW,
         *,
         dtype: torch.dtype,
+        device: torch.device = CPU,
         enabled: bool,
         reached: Callable[[str], None] = lambda point: None,
     ) -> None:
         self._layout, self._me, self._reached = plan.layout, me, reached
         self._enabled = enabled
+        self._aside = aside = Aside(device)
         self._changing = [*(flat.master for flat in sets if flat.trained), *optimizer.held()]
         self._frozen = [flat.master for flat in sets if not flat.trained]
-        self._own = _Versions(*(state_elements(plan, me.p) if enabled else (0, 0)), dtype)
+        self._own = _Versions(*(state_elements(plan, me.p) if enabled else (0, 0)), dtype, aside)
         guarded = plan.layout.guarded(me) if enabled else None
-        self._guarded = _Versions(*state_elements(plan, guarded.p), dtype) if guarded is not None else None
+        self._guarded = None if guarded is None else _Versions(*state_elements(plan, guarded.p), dtype, aside)
         self._has_frozen = False  # in its own copy
         self._gave_frozen = False  # to the buddy of this epoch
         self._thread: threading.Thread | None = None
@@ -134,19 +138,25 @@ class Copies:
         assert self._enabled, "recovery.copy_every = 0"
         self._wait()
         version = self._own.open()
-        _pack(self._changing, self._own.changing[version])
-        if not self._has_frozen:
-            _pack(self._frozen, self._own.frozen)
-            self._has_frozen = True
+        with self._aside.copying():
+            _pack(self._changing, self._own.changing[version])
+            if not self._has_frozen:
+                _pack(self._frozen, self._own.frozen)
+                self._has_frozen = True
         self._own.steps[version] = step
         if self._guarded is not None:
             arguments = (self._group, self._guarded, self._own.changing[version], step)
             self._thread = threading.Thread(target=self._exchange, args=arguments, name="copies", daemon=True)
             self._thread.start()
 
+    def before_update(self) -> None:
+        """The state is about to change: not before it is copied."""
+        self._aside.hold()
+
     def _exchange(self, group: Group, guarded: _Versions, outgoing: torch.Tensor, step: int) -> None:
         version = guarded.open()
         try:
+            self._aside.finish()
             before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
             coming, going = [guarded.changing[version]], [outgoing]
             if not self._gave_frozen:
@@ -184,6 +194,7 @@ class Copies:
 
     def holdings(self) -> Holdings:
         """What is whole here. Where nothing is sent, the own versions are all that there are to guard."""
+        self._aside.finish()
         own = self._own.whole()
         return Holdings(own, own if self._guarded is None else self._guarded.whole())
 
@@ -239,7 +250,7 @@ class Copies:
 
 def _pack(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        part.copy_(tensor.view(-1))
+        part.copy_(tensor.view(-1), non_blocking=True)
 
 
 def _unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 
 from zeropp_ray.comm.base import Counters, Links, PeerLost, Transfer
+from zeropp_ray.device import CPU, in_range, upload
 from zeropp_ray.errors import MemberError
 from zeropp_ray.layout import Layout, Member
 from zeropp_ray.schedule import Action, Op
@@ -118,6 +119,8 @@ class Engine:
         links: its groups.
         activation: shape and dtype of what crosses a chunk boundary, [b, s, h].
         live_limit, input_limit: most chunk activations, and inputs of recomputed chunks, that it may hold at a time.
+        device: where all of it lies and is computed; micro-batches come on the CPU.
+        ranges: whether each instruction is an NVTX range, for a profiler to show.
     """
 
     def __init__(
@@ -132,12 +135,14 @@ class Engine:
         activation: tuple[tuple[int, int, int], torch.dtype],
         live_limit: int,
         input_limit: int,
+        device: torch.device = CPU,
+        ranges: bool = False,
     ) -> None:
         self.me, self.layout, self.chunks, self.links, self.counters = me, layout, chunks, links, counters
         self.sets = list(dict.fromkeys(flat for chunk in chunks for flat in chunk.sets))
         self.weights = weights
         self._shape, self._dtype = activation
-        self._live_limit, self._input_limit = live_limit, input_limit
+        self._live_limit, self._input_limit, self._device = live_limit, input_limit, device
         owned = layout.owned(me.p)
         # What a chunk hands to another one of this stage: the output of v to v + 1, or the input gradient to v - 1.
         self._local = {("F", v) for v, c in enumerate(owned) if c + 1 in owned}
@@ -146,8 +151,9 @@ class Engine:
         self.step = RunningStep()
         self._microbatches: Microbatches = lambda m: (_ for _ in ()).throw(LookupError(m))
         self._training = True
-        self._anchor = torch.zeros((), requires_grad=True)  # lets a chunk's graph begin at a tensor that has no history
-        self._do = {
+        # Lets a chunk's graph begin at a tensor that has no history.
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._do: dict[Op, Callable[[Action], None]] = {
             Op.GATHER: self._gather,
             Op.RELEASE: self._release,
             Op.REDUCE: self._reduce,
@@ -160,6 +166,8 @@ class Engine:
             Op.B: self._backward,
             Op.W: self._weight_gradient,
         }
+        if ranges:
+            self._do = {op: in_range(do) for op, do in self._do.items()}
 
     def run(
         self,
@@ -197,6 +205,7 @@ class Engine:
                 if training:
                     self._exchange_shared()
                     self._reduce_over_replicas()
+                self.links.settle()
         except Exception as error:
             where = f"{action} (instruction {position + 1} of {len(program)})"
             cause = " ".join(str(error).split())
@@ -255,19 +264,19 @@ class Engine:
     def _exchange_shared(self) -> None:
         """Add up the reduced gradients of what several stages use, in the order of the stages: the same bytes at each.
 
-        Each sends its own to all others that use it, member to member of equal shard and replica.
+        Each sends its own to all others that use it, member to member of equal shard and replica. All go through the
+        sets in one order, so that no two wait for each other's next one.
         """
         pipeline, posted = self.links.pipeline, []
-        for flat in self.sets:
+        for flat in sorted(self.sets, key=lambda flat: flat.number):
             others = [stage for stage in flat.stages if stage != self.me.p]
             if not (flat.trained and others):
                 continue
             parts = {stage: torch.empty_like(flat.gradient) for stage in others}
             mine = parts[self.me.p] = flat.gradient.clone()
             tag = self._tag(self.layout.stages * self.layout.chunks - 1, flat.number)  # the end, which nothing crosses
-            transfers = [pipeline.receive(parts[stage], stage, tag) for stage in others]
-            transfers += [pipeline.send(mine, stage, tag) for stage in others]
-            posted.append((flat, parts, transfers))
+            incoming, outgoing = {stage: parts[stage] for stage in others}, dict.fromkeys(others, mine)
+            posted.append((flat, parts, pipeline.exchange(incoming, outgoing, tag)))
             self.counters.shared_exchanges += 1
             self.counters.shared_exchanged_bytes += mine.nbytes * len(others)
         for flat, parts, transfers in posted:
@@ -328,7 +337,7 @@ class Engine:
 
     def _recv(self, action: Action) -> None:
         peer, tag = self._edge(action.kind, action.chunk, action.microbatch, outgoing=False)
-        tensor = torch.empty(self._shape, dtype=self._dtype)
+        tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         key = (action.kind, action.chunk, action.microbatch)
         self.step.arriving[key] = (tensor, self.links.pipeline.receive(tensor, peer, tag))
         self.counters.receives += 1
@@ -365,7 +374,7 @@ class Engine:
     def _forward(self, action: Action) -> None:
         step, chunk = self.step, self.chunks[action.chunk]
         c, m = action.chunk, action.microbatch
-        x = self._microbatches(m)[0] if chunk.first else step.arrived.pop(("F", c, m))
+        x = upload(self._microbatches(m)[0], self._device) if chunk.first else step.arrived.pop(("F", c, m))
         if c in step.recomputed:
             y = self._keep_input(c, m, x)
         elif self._training:
@@ -403,7 +412,7 @@ class Engine:
         if not chunk.last:
             return y
         logits = y if y.dtype == torch.float64 else y.float()
-        labels = self._microbatches(m)[1]
+        labels = upload(self._microbatches(m)[1], self._device)
         return functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
         )
@@ -453,8 +462,11 @@ class Engine:
         for flat in chunk.trained:
             flat.collect()
         if not chunk.first:
-            (dx,) = step.input_gradients.pop((c, m), None) or (torch.zeros(self._shape, dtype=self._dtype),)
+            (dx,) = step.input_gradients.pop((c, m), None) or (self._no_gradient(),)
             self._hand_on("B", c, m, dx.contiguous())
+
+    def _no_gradient(self) -> torch.Tensor:
+        return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
     def _weight_gradient(self, action: Action) -> None:
         views = ChainMap(*[flat.open_gradient() for flat in self.chunks[action.chunk].trained])

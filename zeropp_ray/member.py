@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,9 +21,12 @@ from zeropp_ray.checkpoint.writer import ParameterCopy, write
 from zeropp_ray.comm.base import Counters, Group, Links
 from zeropp_ray.config import RunConfig
 from zeropp_ray.copies import Copies, Holdings
+from zeropp_ray.device import CPU, Aside, move_buffers
 from zeropp_ray.engine import Chunk, Engine, Measured
+from zeropp_ray.errors import MemberError
 from zeropp_ray.layout import Member
-from zeropp_ray.metrics.step_memory import StepMemory, StepMeter
+from zeropp_ray.metrics.out_of_memory import is_out_of_memory, out_of_memory
+from zeropp_ray.metrics.step_memory import StepMemory, StepMeter, allocator_peaks
 from zeropp_ray.models import build_owned, resolve_factory
 from zeropp_ray.optim import ShardedAdamW, learning_rate
 from zeropp_ray.planner.plan import Plan
@@ -63,8 +67,8 @@ class StageMember:
     epoch.
     """
 
-    def __init__(self, config: RunConfig, plan: Plan, me: Member, data: MemberData) -> None:
-        self.config, self.plan, self.me, self.data = config, plan, me, data
+    def __init__(self, config: RunConfig, plan: Plan, me: Member, data: MemberData, device: torch.device = CPU) -> None:
+        self.config, self.plan, self.me, self.data, self.device = config, plan, me, data, device
         self.counters = Counters()
         # Whoever wants to know of points besides instructions sets it; "copy" comes from the thread of the copies.
         self.reached: Callable[[str], None] = lambda point: None
@@ -78,6 +82,8 @@ class StageMember:
             seed=config.run.seed,
             dtype=self._precision.master,
         )
+        move_buffers(self._owned.model, device)
+        self._aside = Aside(device)  # for checkpoints
         self._engine: Engine | None = None
         self._links: Links | None = None
         self._measured = Measured()  # of the last training step
@@ -107,6 +113,8 @@ class StageMember:
             activation=((b, s, h), self._precision.compute),
             live_limit=plan.program.spec.live_chunks,
             input_limit=plan.program.spec.input_limit,
+            device=self.device,
+            ranges=config.resources.nvtx and self.device.type == "cuda",
         )
         train = config.train
         self._optimizer = ShardedAdamW(
@@ -121,6 +129,7 @@ class StageMember:
             self._engine.sets,
             self._optimizer,
             dtype=self._precision.master,
+            device=self.device,
             enabled=config.recovery.copies,
             reached=lambda point: self.reached(point),
         )
@@ -136,12 +145,12 @@ class StageMember:
             in_place = any(part.in_place for part in plan.description.parts_of(plan.ranges, index))
             chunks[index] = Chunk(part, [], part.first, part.last, index > first_trained, in_place)
         # Chunks take turns in the buffers of one pool, unless all have theirs open at once.
-        turns, in_turn = GradientBuffers(), max(plan.program.peak_gradient_buffers) == 1
+        turns, in_turn = GradientBuffers(self.device), max(plan.program.peak_gradient_buffers) == 1
         self._buffers: set[GradientBuffers] = set()  # of what is the chunks' own
         for number, used in enumerate(plan.sets):
             if chunks.keys().isdisjoint(used.chunks):
                 continue
-            buffers = turns if in_turn and not used.shared else GradientBuffers()
+            buffers = turns if in_turn and not used.shared else GradientBuffers(self.device)
             if not used.shared:
                 self._buffers.add(buffers)
             flat = FlatParameters(
@@ -152,6 +161,7 @@ class StageMember:
                 layout=plan.layout,
                 me=self.me,
                 dtype=self._precision.compute,
+                device=self.device,
                 stages=plan.layout.stages_of(used.chunks),
                 shared=used.shared,
                 number=number,
@@ -185,12 +195,13 @@ class StageMember:
         self.flush(decision)
         if copy:
             self.copy_state(step - 1)
-        sums = self.engine.run(
-            self.plan.program.ranks[self.me.p],
-            lambda m: self.data.microbatch(step - 1, m),
-            training=True,
-            progress=progress,
-        )
+        with self._memory_told():
+            sums = self.engine.run(
+                self.plan.program.ranks[self.me.p],
+                lambda m: self.data.microbatch(step - 1, m),
+                training=True,
+                progress=progress,
+            )
         self._measured = self.engine.measured
         norm, held = self.squared_norm(), self._copies.acknowledged()
         self.reached("vote")
@@ -211,9 +222,23 @@ class StageMember:
                 progress(position)
                 meter.before(position)
 
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
             vote = self.advance(step, decision, before, copy=copy)
-            self._memory = meter.result()
+            self._memory = replace(meter.result(), allocator=allocator_peaks(self.device))
         return vote
+
+    @contextmanager
+    def _memory_told(self) -> Iterator[None]:
+        """Who runs out of memory is told what the plan gave it, and what to change."""
+        try:
+            yield
+        except MemberError as error:
+            if not is_out_of_memory(error.__cause__):
+                raise
+            where = error.text.partition(": ")[0]
+            why = out_of_memory(self.plan, self.config, self.me.p, self.device)
+            raise MemberError(f"{where}: {why}", trace=error.trace) from error
 
     def squared_norm(self) -> float:
         """Of the reduced gradients that this member answers for."""
@@ -223,6 +248,7 @@ class StageMember:
         """Commit or skip the step that ``decision`` is about; None: nothing is open."""
         if decision is None or not decision.commit:
             return
+        self._copies.before_update()
         self._optimizer.update(learning_rate(decision.step, self.config.train), decision.factor)
         self.reached("commit")
         self.engine.refresh()
@@ -260,12 +286,13 @@ class StageMember:
         training = replace(self.counters)
         loss, tokens = 0.0, 0
         for round in range(self.data.validation_rounds):
-            sums = self.engine.run(
-                self.plan.evaluation.ranks[self.me.p],
-                functools.partial(self.data.validation_microbatch, round),
-                training=False,
-                progress=progress,
-            )
+            with self._memory_told():
+                sums = self.engine.run(
+                    self.plan.evaluation.ranks[self.me.p],
+                    functools.partial(self.data.validation_microbatch, round),
+                    training=False,
+                    progress=progress,
+                )
             loss, tokens = loss + sums.loss, tokens + sums.tokens
         self.counters.set(training)  # what is reported is training traffic
         return loss, tokens
@@ -277,6 +304,7 @@ class StageMember:
 
     def drop_step(self) -> None:
         """After an abort: drop what a step left."""
+        self.abort()  # or what the device still writes to would be dropped; comes back at once if it is done
         if self._engine is not None:
             self._engine.abort()
 
@@ -295,13 +323,15 @@ class StageMember:
 
     def copies(self) -> list[ParameterCopy]:
         """Copies of what this member owns of its parameters and moments, as they are committed; for a checkpoint."""
-        copies = []
-        for flat in self._answered_for():
-            for slot in flat.slots:
-                pieces = {"weights": flat.master[flat.place(slot)].clone()}
-                pieces |= {name: piece.clone() for name, piece in self._optimizer.moments(flat, slot).items()}
-                ranges = [flat.piece(slot, number) for number in range(self.plan.layout.pieces)]
-                copies.append(ParameterCopy(slot.name, tuple(slot.parameter.shape), pieces, ranges))
+        copies, clone = [], self._aside.clone
+        with self._aside.copying():
+            for flat in self._answered_for():
+                for slot in flat.slots:
+                    pieces = {"weights": clone(flat.master[flat.place(slot)])}
+                    pieces |= {name: clone(piece) for name, piece in self._optimizer.moments(flat, slot).items()}
+                    ranges = [flat.piece(slot, number) for number in range(self.plan.layout.pieces)]
+                    copies.append(ParameterCopy(slot.name, tuple(slot.parameter.shape), pieces, ranges))
+        self._aside.finish()
         return copies
 
     @property

@@ -45,7 +45,8 @@ class ShardedAdamW:
         self, sets: Sequence[FlatParameters], *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         self._betas, self._eps = betas, eps
-        self._commits = torch.zeros(())  # updates so far; Adam corrects the bias of the moments by it
+        device = sets[0].master.device if sets else None
+        self._commits = torch.zeros((), device=device)  # updates so far; Adam corrects the bias of the moments by it
         self._moments = {flat: {name: torch.zeros_like(flat.master) for name in MOMENTS} for flat in sets}
         self._groups: list[tuple[float, list[tuple[torch.Tensor, ...]]]] = []  # weight decay; weight, gradient, moments
         for decayed in (True, False):

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from zeropp_ray.comm.base import Group, Transfer
+from zeropp_ray.device import CPU
 from zeropp_ray.layout import Layout, Member
 from zeropp_ray.metrics import kinds
 
@@ -55,8 +56,8 @@ class GradientBuffers:
     so has each chunk where all buffers stay open up to the end of the step.
     """
 
-    def __init__(self) -> None:
-        self._numel = 0
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._numel, self._device = 0, device
         self.peak_open = 0
         self.reset()
 
@@ -73,7 +74,7 @@ class GradientBuffers:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed buffer [numel]; its whole storage has room for the largest set."""
         if not self._free:
-            self.all.append(torch.empty(self._numel, dtype=dtype))
+            self.all.append(torch.empty(self._numel, dtype=dtype, device=self._device))
             self._free.append(self.all[-1])
         self.open += 1
         self.peak_open = max(self.peak_open, self.open)
@@ -92,11 +93,13 @@ class FlatParameters:
     """One set of parameters at one member: gathered, reduced and updated together.
 
     Args:
-        parameters: (full name, Parameter) of each, materialised in the masters' dtype, all trained or all frozen.
+        parameters: (full name, Parameter) of each, materialised in the masters' dtype on the CPU, all trained or all
+            frozen.
         deferred: those whose gradient ``W`` computes, others may be among them.
         stage: the group over which the set is sharded.
         layout, me: which piece of the set this member owns.
         dtype: of the weights that are gathered and computed with.
+        device: where all of it lies from here on.
         buffers: where it takes its unsharded gradient from.
         stages: which stages hold the set, ascending.
         number: of the set in the model, the same at all of them.
@@ -112,6 +115,7 @@ class FlatParameters:
         layout: Layout,
         me: Member,
         dtype: torch.dtype,
+        device: torch.device = CPU,
         stages: Sequence[int],
         shared: bool = False,
         number: int = 0,
@@ -137,14 +141,14 @@ class FlatParameters:
         self._deferred = [slot for slot in self.slots if slot.parameter in deferred]
         self.deferred_numel = sum(slot.numel for slot in self._deferred)
         self.decayed_numel = sum(slot.numel for slot in self.slots if slot.parameter.ndim >= 2)
-        self._bind(dtype)
+        self._bind(dtype, device)
 
     @torch.no_grad()
-    def _bind(self, dtype: torch.dtype) -> None:
+    def _bind(self, dtype: torch.dtype, device: torch.device) -> None:
         """Keep this member's part of the parameters, and make them views of the flat tensor, which is left released."""
         masters = self.slots[0].parameter.dtype
         begin = self._owned[0] - self._shard[0]
-        self.shard = torch.zeros(self._shard[1], dtype=dtype)
+        self.shard = torch.zeros(self._shard[1], dtype=dtype, device=device)
         self._mine = self.shard[begin : begin + self._owned[1]]
         self.master = self._mine.to(masters)  # the same memory if the dtype is the same
         # Of the shard: summed over the stage. The owned part of it: summed over the replicas too.
@@ -156,7 +160,7 @@ class FlatParameters:
         self._side = self.gradient.new_zeros(self.numel - self.deferred_numel if self.trained else 0)
         self._made = self._side.to(dtype)
         self._by_hand: dict[nn.Parameter, torch.Tensor] = {}
-        self._full = torch.empty(self.padded, dtype=dtype)
+        self._full = torch.empty(self.padded, dtype=dtype, device=device)
         for slot in self.slots:
             shape = slot.parameter.shape
             self.fill(slot, slot.parameter.data)

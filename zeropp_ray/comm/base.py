@@ -1,5 +1,8 @@
 """What the engine asks of a communicator. Device, stream and dtype questions stay behind this interface.
 
+On a CPU *done* is done. On a GPU the host runs ahead of the device: there :meth:`Transfer.wait` lets the stream that
+computes wait, so that what is launched after it finds the transfer done, and :attr:`Links.settle` lets the host wait.
+
 A member trains in three groups (:class:`Links`): its *pipeline* (the same shard and replica of every stage), its
 *stage* (all shards of one stage and replica) and its *replicas* (the same shard of the same stage). Everything is
 *posted* and completes in :meth:`Transfer.wait`; the order of posts on a rank comes from its program.
@@ -11,7 +14,7 @@ at each member, so a group of one counts the operation and no bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Protocol
@@ -27,7 +30,7 @@ class Transfer(Protocol):
     """Something posted. The tensors that it reads or writes must live until ``wait`` has returned."""
 
     def wait(self) -> None:
-        """Block until done. Raises PeerLost."""
+        """What this thread computes from here on finds it done. Raises PeerLost."""
 
 
 @dataclass
@@ -99,19 +102,34 @@ class Group(ABC):
 
     @abstractmethod
     def reduce_scatter(self, full: torch.Tensor, into: torch.Tensor) -> Transfer:
-        """Add to ``into`` [n] this member's piece of ``full`` [size * n] of every member, added in rank order."""
+        """Add to ``into`` [n] this member's piece of ``full`` [size * n] of every member, added in rank order (but see
+        nccl.py). ``full`` may be changed.
+        """
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> Transfer:
-        """Sum ``tensor`` over the members, in place, added in rank order: the same bytes at every member."""
+        """Sum ``tensor`` over the members, in place, added in rank order (but see nccl.py): the same bytes at every
+        member.
+        """
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        """Send a contiguous tensor to rank ``peer``. Transfers of one peer and direction match by ``tag``."""
+        """Send a contiguous tensor to rank ``peer``.
+
+        Transfers of one peer and direction match by ``tag``. Those of even tags, and those of odd ones, are posted in
+        the same order at both ends, as far as they are many: so a communicator without tags can match them too.
+        """
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         """Fill a contiguous tensor from rank ``peer``."""
+
+    def exchange(
+        self, incoming: Mapping[int, torch.Tensor], outgoing: Mapping[int, torch.Tensor], tag: int
+    ) -> list[Transfer]:
+        """Receive and send tensors by peer, at the same time. All whom it concerns call it in the same order."""
+        received = [self.receive(tensor, peer, tag) for peer, tensor in incoming.items()]
+        return [*received, *(self.send(tensor, peer, tag) for peer, tensor in outgoing.items())]
 
     @abstractmethod
     def close(self) -> None:
@@ -128,6 +146,7 @@ class Links:
     checkpoint: Group  # those that own the stage's pieces, in their order: background traffic apart from training
     copies: Group  # those among whom copies of the state go round, each giving its own to the next: likewise
     waits: Waits = field(default_factory=Waits)
+    settle: Callable[[], None] = lambda: None  # until the device has done all that was launched; raises PeerLost
 
     def close(self) -> None:
         for group in (self.pipeline, self.stage, self.replicas, self.checkpoint, self.copies):

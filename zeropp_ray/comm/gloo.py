@@ -164,6 +164,7 @@ class Rendezvous:
     """Where the members of one epoch meet: the store that the driver serves, and the time that may take.
 
     ``timeout_s``: of a transfer. ``form_s``: of a group's forming, which must fail soon if a member dies meanwhile.
+    ``transport``: what training's tensors go over, gloo or nccl.
     """
 
     host: str
@@ -171,6 +172,15 @@ class Rendezvous:
     epoch: int
     timeout_s: float
     form_s: float = 15.0
+    transport: str = "gloo"
+
+    def store(self) -> dist.TCPStore:
+        """A connection to it. Raises PeerLost."""
+        try:
+            return dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.form_s))
+        except RuntimeError as error:
+            text = f"the driver at {self.host}:{self.port} was not reached within {self.form_s:g} s"
+            raise PeerLost(text) from error
 
 
 def serve(host: str) -> dist.TCPStore:
@@ -182,29 +192,26 @@ def serve(host: str) -> dist.TCPStore:
         )
 
 
-def connect(at: Rendezvous, layout: Layout, me: Member, *, host: str) -> Links:
-    """Form this member's groups and prove each with an all-reduce of a known answer.
+class Former:
+    """Forms the groups of one member, each on the same ``store``. ``host``: the address of its network interface."""
 
-    ``host`` is the address of this member's network interface, the only one it listens on. Every member of the epoch
-    calls this once, in any order. Raises PeerLost when the driver or a peer does not come within ``form_s``,
-    RuntimeError when the proof fails.
-    """
-    forming = timedelta(seconds=at.form_s)
-    gloo: Any = dist.ProcessGroupGloo  # its type stubs lack half of what it has
-    try:
-        store = dist.TCPStore(at.host, at.port, is_master=False, timeout=forming)
-    except RuntimeError as error:
-        raise PeerLost(f"the driver at {at.host}:{at.port} was not reached within {at.form_s:g} s") from error
+    def __init__(self, at: Rendezvous, store: dist.TCPStore, host: str) -> None:
+        self._at, self._store, self._host = at, store, host
 
-    waits = Waits()  # of the main thread; a checkpoint's are of another
+    def __call__(self, name: str, rank: int, size: int, waits: Waits | None = None) -> GlooGroup:
+        """A group, proven with an all-reduce of a known answer. All members of it call this, in any order.
 
-    def form(name: str, rank: int, size: int, waits: Waits | None = waits) -> GlooGroup:
+        ``waits``: of the thread that will use it, if they count. Raises PeerLost when a peer does not come in time,
+        RuntimeError when the proof fails.
+        """
         if size == 1:
             return GlooGroup(0, 1, None)
+        at, forming = self._at, timedelta(seconds=self._at.form_s)
+        gloo: Any = dist.ProcessGroupGloo  # its type stubs lack half of what it has
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
+        options._devices = [gloo.create_device(hostname=self._host)]
         options._timeout = forming  # for good: to set it later does not reach the transfers, so each wait has its own
-        prefix = dist.PrefixStore(f"epoch{at.epoch}/{name}", store)
+        prefix = dist.PrefixStore(f"epoch{at.epoch}/{name}", self._store)
         proof = torch.tensor([rank + 1.0])
         try:
             group = GlooGroup(rank, size, gloo(prefix, rank, size, options), waits, forming)
@@ -217,12 +224,24 @@ def connect(at: Rendezvous, layout: Layout, me: Member, *, host: str) -> Links:
             raise RuntimeError(f"group {name} of epoch {at.epoch} failed its proof: {proof.item()}")
         return group
 
-    ring = layout.ring(me)
-    return Links(
-        pipeline=form(f"pipeline-{me.f}-{me.r}", me.p, layout.stages),
-        stage=form(f"stage-{me.p}-{me.r}", me.f, layout.shards),
-        replicas=form(f"replicas-{me.p}-{me.f}", me.r, layout.replicas),
-        checkpoint=form(f"checkpoint-{me.p}-{me.r // layout.splits}", layout.piece(me), layout.pieces, None),
-        copies=form("copies-{}-{}-{}".format(*ring[0]), ring.index(me), len(ring), None),
-        waits=waits,
-    )
+    def background(self, layout: Layout, me: Member) -> tuple[GlooGroup, GlooGroup]:
+        """The groups of checkpoints and of copies, whose traffic is in host memory whatever training goes over."""
+        ring = layout.ring(me)
+        return (
+            self(f"checkpoint-{me.p}-{me.r // layout.splits}", layout.piece(me), layout.pieces),
+            self("copies-{}-{}-{}".format(*ring[0]), ring.index(me), len(ring)),
+        )
+
+
+def connect(at: Rendezvous, layout: Layout, me: Member, *, host: str) -> Links:
+    """Form this member's groups. ``host`` is the address of its network interface.
+
+    Every member of the epoch calls this once, in any order. Raises PeerLost when the driver or a peer does not come
+    within ``form_s``, RuntimeError when a proof fails.
+    """
+    form, waits = Former(at, at.store(), host), Waits()  # of the main thread; a checkpoint's are of another
+    pipeline = form(f"pipeline-{me.f}-{me.r}", me.p, layout.stages, waits)
+    stage = form(f"stage-{me.p}-{me.r}", me.f, layout.shards, waits)
+    replicas = form(f"replicas-{me.p}-{me.f}", me.r, layout.replicas, waits)
+    checkpoint, copies = form.background(layout, me)
+    return Links(pipeline, stage, replicas, checkpoint, copies, waits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,7 @@ class StepMemory:
     at_peak: dict[str, int]
     highest: dict[str, int]
     where: str  # the instruction that ran at the peak, or "update" before the first, or "end" after the last
+    allocator: dict[str, int] = field(default_factory=dict)  # on a GPU, the most that torch had "allocated", "reserved"
 
     @property
     def peak_bytes(self) -> int:
@@ -103,6 +104,16 @@ class StepMeter(TensorMemory):
             where = str(self._program[running]) if self._op(running) else "update" if running < 0 else "end"
             result = StepMemory(split, highest, where)
         self._result = StepMemory(result.at_peak, highest, result.where)
+
+
+def allocator_peaks(device: torch.device) -> dict[str, int]:
+    """What torch's allocator says beside it: with what kernels take for themselves, rounded, and kept for later."""
+    if device.type == "cpu":
+        return {}
+    return {
+        "allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.max_memory_reserved(device),
+    }
 
 
 def held(engine: Engine, optimizer: ShardedAdamW, copies: Copies) -> Iterator[tuple[str, torch.Tensor]]:
