@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,6 +62,7 @@ class StageWorker:
         self._trigger: Trigger | None = None
         self._sockets = Sockets()
         self._stepped = False
+        self._left = threading.Event()  # an epoch, by an abort
 
     def identify(self, interface: str) -> Identity:
         """``interface``: the setting. ConfigError if this machine has none like it."""
@@ -80,8 +82,9 @@ class StageWorker:
 
         return self.identify(interface)
 
-    def build(self, me: Member, config: dict[str, Any], plan: Any, folder: RunFolder, identity: dict[str, Any]) -> None:
+    def build(self, me: Member, config: dict[str, Any], plan: Any, folder: RunFolder, identity: dict[str, Any]) -> str:
         """Make the member ``me``: its chunks, data and progress file. Again to begin anew, with the first weights.
+        Returns which GPU it computes on, empty if on none.
 
         ``identity``: what the text was at the start of the run. ConfigError if it is another one here.
         """
@@ -95,6 +98,7 @@ class StageWorker:
         from zeropp_ray.config import RunConfig
         from zeropp_ray.data.corpus import load_corpus
         from zeropp_ray.data.sampler import Batches
+        from zeropp_ray.device import label, pick, prepare
         from zeropp_ray.errors import ConfigError
         from zeropp_ray.evaluation import MemberWindows
         from zeropp_ray.member import MemberData, StageMember
@@ -102,6 +106,8 @@ class StageWorker:
         run = RunConfig.from_dict(config)
         torch.set_num_threads(max(1, int(run.resources.cpus)))
         keep_freed_memory()
+        prepare(run.resources, run.train)
+        device = pick(run.resources)
         if self._member is None:
             self._me, self._progress = me, ProgressFile(folder.progress_of(me, os.getpid()))
             self._progress.beat_every(min(BEAT_S, run.recovery.suspect_s / BEATS), self._waits)
@@ -117,22 +123,25 @@ class StageWorker:
             data = Batches(run, corpus, f, r)
         else:
             data = MemberWindows(text.windows(run)[0], run, f, r)
-        self._member = StageMember(run, plan, me, data)
+        self._member = StageMember(run, plan, me, data, device)
         self._program = plan.program.ranks[me.p]
+        return label(device)
 
     def _waits(self) -> tuple[int, int]:
         return (0, 0) if self._member is None else self._member.waits
 
     def join(self, rendezvous: Any, layout: Any, orders: Orders = NONE) -> None:
         """Form the groups of an epoch, prove them, and use them from now on."""
-        from zeropp_ray.comm.gloo import connect
+        from zeropp_ray.comm.connect import connect
 
+        self._left.clear()
         self._begin(orders=orders)
         self._reached("recovery")
         # Where the driver meets at the loopback address all are on one machine.
         host = LOOPBACK if rendezvous.host == LOOPBACK else self._listens.address
         with self._sockets.made():
-            links = connect(rendezvous, layout, self._me, host=host)
+            device, left = self._member.device, self._left
+            links = connect(rendezvous, layout, self._me, host=host, device=device, left=left)
         self._member.join(links)
 
     def _begin(self, step: int = BETWEEN, orders: Orders = NONE) -> None:
@@ -159,7 +168,9 @@ class StageWorker:
         progress = self._progress if self._trigger is None else self._trigger.watch(self._progress)
         advance = self._member.advance_measured if orders.measure else self._member.advance
         vote = advance(step, decision, progress, copy=orders.copy)
-        return replace(vote, times=self._progress.seconds(self._program))
+        # On a GPU the host is ahead of the device, and its clock says nothing of single instructions.
+        on_cpu = self._member.device.type == "cpu"
+        return replace(vote, times=self._progress.seconds(self._program) if on_cpu else {})
 
     def flush(self, decision: Any, orders: Orders = NONE) -> None:
         self._begin(orders=orders)
@@ -226,5 +237,6 @@ class StageWorker:
     @ray.method(concurrency_group="control")
     def abort(self) -> None:
         """Leave the epoch, also while a step blocks: whoever waits for this member comes free."""
+        self._left.set()
         if self._member is not None:
             self._member.abort()

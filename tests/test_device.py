@@ -87,6 +87,7 @@ def test_the_device_is_the_one_that_ray_gave(monkeypatch):
 
 
 def test_cuda_and_nccl_are_told_what_they_read_from_the_environment_alone(monkeypatch):
+    monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS", raising=False)
     names = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")
     for name in ("NCCL_PROTO", *names):
         monkeypatch.setenv(name, "")
@@ -99,6 +100,7 @@ def test_cuda_and_nccl_are_told_what_they_read_from_the_environment_alone(monkey
     assert [os.environ[name] for name in names] == ["32", "", "", ""]
     prepare(ResourcesSection(device="cuda", gpus=0.5), TrainSection(deterministic=True))
     assert [os.environ[name] for name in names] == ["32", "1", "Ring", ":4096:8"]
+    assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == "4"
     assert told == [True]
 
 

@@ -42,6 +42,8 @@ def prepare(resources: ResourcesSection, train: TrainSection) -> None:
     # Each stream needs a hardware queue of its own. Where two share one, what waits in it for a peer keeps back what
     # the peer waits for. The usual number is 8, and some set it to 1.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_QUEUES)
+    # A transfer of an edge that waits for its peer holds so many blocks of the device; NCCL itself would take up to 32.
+    os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")
     if resources.gpus < 1:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     if train.deterministic:

@@ -21,8 +21,8 @@ meets its receive in the order of the edge, and only what waits is held. NCCL ha
 both ends of an edge post in the same order. Collectives hold only their own stream, and all members of a group post
 them in one order. What several stages exchange at once (:meth:`Group.exchange`) is one NCCL group call.
 
-Kernels that wait for peers take room on the device. There is at most one for each communicator, each of few blocks, so
-all can be there besides the computation; and streams need as many hardware queues, which :mod:`device` sees to. With
+Kernels that wait for peers take room on the device. There is at most one for each communicator, those of edges are of
+few blocks, and streams have hardware queues of their own (``prepare`` in device.py); so all can be there at once. With
 ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` kernels begin in the order of the program, in which the same proof holds, but with a
 driver before CUDA 12.3 each then waits for the end of the one before, and a receive posted ahead stands for ever.
 
