@@ -282,7 +282,7 @@ class Run:
 
     def _remarks(self) -> Iterator[Event]:
         """What is no error and should be known before the first step."""
-        if self._config.train.dtype != "bfloat16":
+        if self._config.train.dtype != "bfloat16" or self._members.on_gpus:
             return
         times = self._members.call("time_against_fp32", timeout_s=START_S)
         slowest, member = max(zip(times, map(str, self._members.all), strict=True))

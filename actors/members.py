@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -17,11 +18,12 @@ from actors.events import append_event
 from actors.failure import TICK_S, Programs, Watch, quietly
 from actors.folder import RunFolder
 from actors.nodes import ANSWER_S, Nodes
-from actors.room import Bundle, Room
+from actors.room import Bundle, Room, needs, on_devices
 from actors.stage_group import MemberHandle, StageGroup, start_worker
 from actors.worker import Orders
 from zeropp_ray.comm.interface import AUTO, LOOPBACK, choose
 from zeropp_ray.config import RunConfig
+from zeropp_ray.errors import ConfigError
 from zeropp_ray.layout import Member
 
 Event = dict[str, Any]
@@ -37,7 +39,8 @@ class Members:
     """All members of a run, in (p, f, r) order, and spares that wait for the place of a lost one."""
 
     def __init__(self, config: RunConfig, plan: Any, folder: RunFolder, data: dict[str, Any]) -> None:
-        self._config, self._plan, self._folder, self._data = config, plan, folder, data
+        self._config = config = on_devices(config)
+        self._plan, self._folder, self._data = plan, folder, data
         self._nodes = Nodes()
         self.all: list[MemberHandle] = []
         self.watch = Watch(config, self.all, self._nodes, folder)
@@ -58,6 +61,11 @@ class Members:
         """The nodes they are on, host by Ray's id."""
         return {member.identity.node_id: member.identity.host for member in self.all if member.identity}
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether members compute on GPUs."""
+        return self._config.resources.device == "cuda"
+
     # -- start and end ------------------------------------------------------------------------------------------------
 
     def start(self) -> Generator[Event, None, None]:
@@ -66,11 +74,11 @@ class Members:
         Raises ZeroppError if there is no room.
         """
         held, self._spare_bundles = yield from self._room.take(spares=self._config.recovery.spares)
-        layout, cpus = self._plan.layout, self._config.resources.cpus
+        layout = self._plan.layout
         by_stage: dict[int, list[tuple[Member, Bundle]]] = {p: [] for p in range(layout.stages)}
         for me in layout.members():
             by_stage[me.p].append((me, held[me]))
-        self._stages = [StageGroup(p, members, cpus) for p, members in by_stage.items()]
+        self._stages = [StageGroup(p, members, needs(self._config)) for p, members in by_stage.items()]
         self.all += [member for stage in self._stages for member in stage.members]
         interface = self._config.resources.interface
         for member, identity in zip(self.all, self.call("identify", interface, timeout_s=START_S), strict=True):
@@ -79,6 +87,7 @@ class Members:
         self._write()
         yield self._placement()
         self.build(self.all)
+        yield from self._devices(self.all)
 
     def start_spares(self) -> None:
         """Once the run has begun, so that it does not wait for them."""
@@ -114,11 +123,35 @@ class Members:
         return of.identity.address if of is not None and of.identity is not None else choose(setting, here).address
 
     def build(self, members: Sequence[MemberHandle]) -> None:
-        """Make ``members`` what they are, with the weights of the start."""
+        """Make ``members`` what they are, with the weights of the start, and write down who and where they are."""
         config = self._config.to_dict()
-        self.await_all(
+        devices = self.await_all(
             [m.actor.build.remote(m.me, config, self._plan, self._folder, self._data) for m in members], members
         )
+        for member, device in zip(members, devices, strict=True):
+            assert member.identity is not None
+            member.identity = replace(member.identity, device=device)
+        self._write()
+        self._check_devices()
+
+    def _check_devices(self) -> None:
+        """Two members on one GPU is for who asked for it: NCCL would refuse it later, and both would be slow."""
+        if self._config.resources.gpus < 1:
+            return
+        by_device: dict[str, MemberHandle] = {}
+        for member in self.all:
+            device = member.identity.device if member.identity else ""
+            if device and by_device.setdefault(device, member) is not member:
+                raise ConfigError(
+                    f"{by_device[device]} and {member} both compute on {device}: give Ray each GPU once, or set "
+                    "resources.gpus below 1 to share one on purpose"
+                )
+
+    def _devices(self, members: Sequence[MemberHandle]) -> Iterator[Event]:
+        """On which GPUs members compute."""
+        for member in members:
+            if member.identity is not None and member.identity.device:
+                yield {"kind": "log", "text": f"{member} computes on {member.identity.device}"}
 
     def join(self, faults: Mapping[Member, Any] | None = None) -> None:
         """Form a new epoch around a rendezvous store of its own."""
@@ -129,6 +162,14 @@ class Members:
         host = self._address()
         self._store = serve(host)
         at = Rendezvous(host=host, port=self._store.port, epoch=self.epoch, timeout_s=timeout_s)
+        if self._config.resources.transport == "nccl":
+            from zeropp_ray.comm.nccl_forming import FORM_S, publish
+
+            at = replace(at, transport="nccl", form_s=FORM_S)
+            name = choose(self._config.resources.interface, ray.util.get_node_ip_address()).name
+            if name:  # NCCL's part of the rendezvous listens in this process
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+            publish(self._store, self.epoch, self._plan.layout)
         orders = {me: Orders(fault=fault) for me, fault in (faults or {}).items()}
         self.call("join", at, self._plan.layout, timeout_s=timeout_s, orders=orders)
 
@@ -254,7 +295,7 @@ class Members:
         self._nodes.watch(set(self.nodes()))
         self.build(members)
         self._unbuilt.clear()
-        self._write()
+        yield from self._devices(members)
         while len(self._spares) < self._config.recovery.spares:  # those of a lost node
             bundle = self._room.take_now(self._where(), avoid=gone)
             if bundle is None:
@@ -266,7 +307,7 @@ class Members:
 
     def _start_again(self, member: MemberHandle, bundle: Bundle) -> Any:
         """A new actor for ``member``; the reference of its identity."""
-        member.actor, member.bundle = start_worker(bundle, self._config.resources.cpus), bundle
+        member.actor, member.bundle = start_worker(bundle, needs(self._config)), bundle
         return member.actor.identify.remote(self._config.resources.interface)
 
     def _gone(self, lost: Sequence[MemberHandle]) -> set[str]:
@@ -308,7 +349,7 @@ class Members:
 
     def _spare(self, bundle: Bundle) -> None:
         self._nodes.watch({bundle.node})
-        actor = start_worker(bundle, self._config.resources.cpus)
+        actor = start_worker(bundle, needs(self._config))
         self._spares.append((actor, actor.warm.remote(self._config.resources.interface), bundle))
 
     def _kill(self, members: Sequence[MemberHandle]) -> None:

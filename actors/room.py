@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ray
@@ -169,8 +170,15 @@ class Room:
 
 
 def needs(config: RunConfig) -> dict[str, float]:
-    """The resources of a member's bundle."""
-    return {"CPU": config.resources.cpus}
+    """The resources of a member's bundle, of a run whose device is known."""
+    resources = config.resources
+    return {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.device == "cuda" else {})
+
+
+def on_devices(config: RunConfig) -> RunConfig:
+    """The run with its device and transport as they are on this cluster."""
+    gpus = sum(node["Resources"].get("GPU", 0) for node in usable_nodes(config))
+    return replace(config, resources=config.resources.on(config.parallel.members, gpus))
 
 
 def check_room(config: RunConfig) -> None:
@@ -179,6 +187,7 @@ def check_room(config: RunConfig) -> None:
     A cluster of ``ray up`` or KubeRay is: its nodes are labelled with their group. For one that grows by other means
     ``resources.wait_s`` says so.
     """
+    config = on_devices(config)
     size, each, labels = config.parallel.members + config.recovery.spares, needs(config), config.resources.labels
     nodes = usable_nodes(config)
     slots = [_slots(node["Resources"], each) for node in nodes]
@@ -186,11 +195,12 @@ def check_room(config: RunConfig) -> None:
         return
     have = {name: sum(node["Resources"].get(name, 0) for node in nodes) for name in each}
     fit = f", on nodes that hold {sum(slots)} members" if all(have[name] >= size * each[name] for name in each) else ""
+    most = "gpus" if have.get("GPU", 0) < size * each.get("GPU", 0) else "cpus"
     raise ConfigError(
-        f"resources.cpus = {config.resources.cpus:g}: {size} members need "
+        f"resources.{most} = {getattr(config.resources, most):g}: {size} members need "
         f"{amounts({name: size * amount for name, amount in each.items()})} and the cluster has {amounts(have)}{fit}"
         + (f" on nodes with the labels {labels}" if labels else "")
-        + "; lower resources.cpus, parallel.stages, parallel.shards or parallel.replicas, or add nodes; to wait for "
+        + f"; lower resources.{most}, parallel.stages, parallel.shards or parallel.replicas, or add nodes; to wait for "
         "them set resources.wait_s"
     )
 

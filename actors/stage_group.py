@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +28,20 @@ class MemberHandle:
         return f"{self.me}{process}"
 
 
-def start_worker(bundle: Bundle, cpus: float) -> Any:
-    """An actor in ``bundle``. It is not a member yet."""
+def start_worker(bundle: Bundle, needs: Mapping[str, float]) -> Any:
+    """An actor in ``bundle``, all of which it ``needs``. It is not a member yet."""
     place = PlacementGroupSchedulingStrategy(placement_group=bundle.group, placement_group_bundle_index=bundle.number)
-    return StageWorker.options(num_cpus=cpus, scheduling_strategy=place).remote()  # type: ignore[attr-defined]
+    cpus, gpus = needs["CPU"], needs.get("GPU", 0)  # Ray tells it which, by CUDA_VISIBLE_DEVICES
+    return StageWorker.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place).remote()  # type: ignore
 
 
 class StageGroup:
     """The members of stage ``index``, all shards and replicas."""
 
-    def __init__(self, index: int, members: Iterable[tuple[Member, Bundle]], cpus: float) -> None:
+    def __init__(self, index: int, members: Iterable[tuple[Member, Bundle]], needs: Mapping[str, float]) -> None:
         """``members``: each with its place."""
         self.index = index
-        self.members = [MemberHandle(me, start_worker(bundle, cpus), bundle) for me, bundle in members]
+        self.members = [MemberHandle(me, start_worker(bundle, needs), bundle) for me, bundle in members]
 
     def kill(self) -> None:
         for member in self.members:

@@ -26,7 +26,7 @@ BEAT_S = 0.5  # between them, at most
 @dataclass(frozen=True)
 class Identity:
     """Which process a member is; ``started``: when, see processes.py. ``address`` and ``interface``: what it listens
-    on, unless the run is on one machine.
+    on, unless the run is on one machine. ``device``: which GPU it computes on, once it is built; empty if on none.
     """
 
     pid: int
@@ -35,6 +35,7 @@ class Identity:
     node_id: str
     address: str
     interface: str
+    device: str = ""
 
 
 @dataclass(frozen=True)

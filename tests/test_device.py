@@ -20,7 +20,7 @@ from zeropp_ray.comm.base import Group
 from zeropp_ray.comm.gloo import Former, GlooGroup, Rendezvous
 from zeropp_ray.comm.staged import StagedGroup
 from zeropp_ray.config import ResourcesSection, TrainSection, overridden
-from zeropp_ray.device import Aside, in_range, label, pick, prepare, resolve, upload
+from zeropp_ray.device import Aside, in_range, label, pick, prepare, upload
 from zeropp_ray.errors import ConfigError, MemberError
 from zeropp_ray.metrics.out_of_memory import is_out_of_memory
 from zeropp_ray.schedule import Action, Op
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 )
 def test_auto_is_resolved_by_what_is_there(given, cuda, gpus, expected, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    found = resolve(ResourcesSection(**given), 4, gpus)
+    found = ResourcesSection(**given).on(4, gpus)
     assert (found.device, found.transport) == expected
 
 
@@ -278,4 +278,4 @@ def test_other_errors_are_not_taken_for_it():
 
 
 def test_resources_of_a_run_on_the_cpu_are_what_they_were():
-    assert replace(ResourcesSection(), device="cpu", transport="gloo") == resolve(ResourcesSection(), 4, 0)
+    assert replace(ResourcesSection(), device="cpu", transport="gloo") == ResourcesSection().on(4, 0)

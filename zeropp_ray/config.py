@@ -421,6 +421,24 @@ class ResourcesSection(_Section):
             "expected 'auto', the name of an interface, its address, or a network such as 10.0.0.0/8",
         )
 
+    def on(self, members: int, gpus: float) -> ResourcesSection:
+        """The same with device and transport as they are for ``members`` on a cluster that has ``gpus``.
+
+        ``auto`` takes GPUs if there is one for each member, or the part that it asks for, and torch can use them.
+        """
+        device, transport = self.device, self.transport
+        if device == "auto":
+            device = "cuda" if gpus >= members * self.gpus and _torch_has_cuda() else "cpu"
+        if transport == "auto":
+            transport = "nccl" if device == "cuda" else "gloo"
+        return dataclasses.replace(self, device=device, transport=transport)
+
+
+def _torch_has_cuda() -> bool:
+    import torch  # which takes seconds, and is not asked where there are no GPUs
+
+    return torch.version.cuda is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverySection(_Section):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,19 +19,6 @@ from zeropp_ray.errors import ConfigError
 CPU = torch.device("cpu")
 
 _QUEUES = 32  # hardware queues of a GPU, the most there are
-
-
-def resolve(resources: ResourcesSection, members: int, gpus: float) -> ResourcesSection:
-    """``resources`` with device and transport as they are for ``members`` on a cluster that has ``gpus``.
-
-    ``auto`` takes GPUs if there is one for each member, or the part of one that it asks for, and torch can use them.
-    """
-    device, transport = resources.device, resources.transport
-    if device == "auto":
-        device = "cuda" if torch.version.cuda is not None and gpus >= members * resources.gpus else "cpu"
-    if transport == "auto":
-        transport = "nccl" if device == "cuda" else "gloo"
-    return replace(resources, device=device, transport=transport)
 
 
 def prepare(resources: ResourcesSection, train: TrainSection) -> None:
