@@ -27,6 +27,7 @@ from actors.locks import only_driver
 from actors.members import START_S, Members
 from actors.record import Record
 from actors.recovery import History, Source, choose_source, judge
+from actors.room import on_devices
 from actors.worker import Orders
 from zeropp_ray.checkpoint.manifest import Progress
 from zeropp_ray.checkpoint.reader import latest, open_checkpoint
@@ -64,7 +65,7 @@ class RunDriver:
         ``{"kind": "stopped", "step": …, "error": …, "why": …}`` or ``{"kind": "failed", "error": cause, "exit_code": …,
         "early": whether a member failed before the first step}``; by then nothing of the run is left.
         """
-        run = Run(RunConfig.from_dict(config), plan, folder, data, inject)
+        run = Run(on_devices(RunConfig.from_dict(config)), plan, folder, data, inject)
         try:
             with only_driver(folder.path, folder.job), run.members():
                 yield from _in_batches(run.train())
@@ -79,7 +80,7 @@ class RunDriver:
 
         ``rounds``: how many steps' worth of text that is.
         """
-        run = Run(RunConfig.from_dict(config), plan, folder, {})
+        run = Run(on_devices(RunConfig.from_dict(config)), plan, folder, {})
         with run.members():
             return run.evaluate(rounds)
 

@@ -18,7 +18,7 @@ from actors.events import append_event
 from actors.failure import TICK_S, Programs, Watch, quietly
 from actors.folder import RunFolder
 from actors.nodes import ANSWER_S, Nodes
-from actors.room import Bundle, Room, needs, on_devices
+from actors.room import Bundle, Room, needs
 from actors.stage_group import MemberHandle, StageGroup, start_worker
 from actors.worker import Orders
 from zeropp_ray.comm.interface import AUTO, LOOPBACK, choose
@@ -39,8 +39,8 @@ class Members:
     """All members of a run, in (p, f, r) order, and spares that wait for the place of a lost one."""
 
     def __init__(self, config: RunConfig, plan: Any, folder: RunFolder, data: dict[str, Any]) -> None:
-        self._config = config = on_devices(config)
-        self._plan, self._folder, self._data = plan, folder, data
+        """``config``: with its device and transport known."""
+        self._config, self._plan, self._folder, self._data = config, plan, folder, data
         self._nodes = Nodes()
         self.all: list[MemberHandle] = []
         self.watch = Watch(config, self.all, self._nodes, folder)

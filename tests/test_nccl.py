@@ -341,8 +341,11 @@ def test_members_meet_by_the_ids_of_the_driver(store, faked):
 def test_a_member_that_does_not_come_ends_the_forming(store, faked):
     layout = Layout(stages=2, chunks=1, shards=1, replicas=1)
     publish(store, 3, layout)
-    with pytest.raises(PeerLost, match="not formed within"):
+    with pytest.raises(PeerLost, match="not formed within"):  # over gloo, which comes first
         connecting(store, layout, Member(0, 0, 0), form_s=1.0)()
+    at = Rendezvous("127.0.0.1", store.port, 3, LIMIT_S, 0.1, "nccl")
+    with pytest.raises(PeerLost, match=r"1 of 2 members came to epoch 3 within 0\.1 s"):
+        nccl_forming._arrive(store, at, 2)
 
 
 def test_a_forming_that_nccl_does_not_come_back_from_is_left(store, faked, monkeypatch):
