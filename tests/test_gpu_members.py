@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -120,6 +121,6 @@ def test_the_driver_puts_ids_for_an_epoch_in_its_store(monkeypatch):
     ((method, at, layout),) = called
     assert (method, at.transport, at.epoch, at.form_s) == ("join", "nccl", 0, nccl_forming.FORM_S)
     assert members.os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
-    store = dist.TCPStore(at.host, at.port, is_master=False)
+    store = dist.TCPStore(at.host, at.port, is_master=False, timeout=timedelta(seconds=5))
     for each in nccl_forming.wanted(layout):
         assert len(bytes.fromhex(store.get(f"epoch0/nccl/{each.name}").decode())) == 128
