@@ -22,7 +22,7 @@ from actors.events import append_event
 from actors.failure import MemberFault, quietly
 from actors.folder import RunFolder
 from actors.health import Slowness
-from actors.injection import carry_out, corrupt
+from actors.injection import carry_out, check, corrupt
 from actors.locks import only_driver
 from actors.members import START_S, Members
 from actors.record import Record
@@ -107,6 +107,7 @@ class Run:
         self._limit_s = config.resources.step_timeout_s
         self.outcome: Event = {}
         self._members = Members(config, plan, folder, data)
+        self._inject = inject
         self._faults = Faults(inject, folder.scratch / "injected") if inject else None
         self._history = History()
         self._slowness = Slowness(_planned(plan), config.recovery.slow_factor)
@@ -129,6 +130,7 @@ class Run:
     def train(self) -> Iterator[Event]:
         """All steps, evaluations, checkpoints, recoveries and the record. Leaves :attr:`outcome`."""
         yield from self._members.start()
+        check(self._inject, self._members)
         self._members.join()
         self._progress = self._begin()
         self._marks[self._progress.step] = self._progress

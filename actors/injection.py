@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from actors.members import Members
 from actors.stage_group import MemberHandle
 from zeropp_ray.checkpoint.reader import open_checkpoint
 from zeropp_ray.errors import ConfigError
@@ -32,19 +34,27 @@ def carry_out(fault: Fault, member: MemberHandle) -> None:
         kill_node(member)
 
 
-def kill_node(member: MemberHandle) -> None:
-    """Kill the node that ``member`` is on, as a loss of power does: its raylet and all workers at once.
+def check(faults: Sequence[Fault], members: Members) -> None:
+    """ConfigError if one of the ``faults`` is to kill the node of this process, which nobody would survive."""
+    for fault in faults:
+        if fault.kind == "node":
+            _check_elsewhere(members.of(fault.member))
 
-    Raises ConfigError if it is the driver's own, which nobody would survive.
-    """
+
+def kill_node(member: MemberHandle) -> None:
+    """Kill the node that ``member`` is on, as a loss of power does: its raylet and all workers at once."""
+    _check_elsewhere(member)  # it may have moved
+    with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # who is gone cannot answer
+        ray.get(member.actor.__ray_call__.remote(_end_node), timeout=KILLED_S)
+
+
+def _check_elsewhere(member: MemberHandle) -> None:
     assert member.identity is not None
     if member.identity.node_id == ray.get_runtime_context().get_node_id():
         raise ConfigError(
             f"--inject node: {member} is on the node of the driver and of this command; join a cluster of more nodes "
             "with --address, and name a member on another one (members.json tells where they are)"
         )
-    with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # who is gone cannot answer
-        ray.get(member.actor.__ray_call__.remote(_end_node), timeout=KILLED_S)
 
 
 def _end_node(worker: Any) -> None:

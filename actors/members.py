@@ -363,7 +363,9 @@ class Members:
     def _write(self) -> None:
         """Which process each member is, for whoever looks at the run."""
         members = [
-            {"stage": m.me.p, "shard": m.me.f, "replica": m.me.r, **asdict(m.identity)} for m in self.all if m.identity
+            {"stage": m.me.p, "shard": m.me.f, "replica": m.me.r, **asdict(m.identity), "address": self._address(m)}
+            for m in self.all
+            if m.identity
         ]
         with suppress(OSError):
             path = self._folder.path / "members.json"

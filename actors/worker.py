@@ -25,8 +25,8 @@ BEAT_S = 0.5  # between them, at most
 
 @dataclass(frozen=True)
 class Identity:
-    """Which process a member is; ``started``: when, see processes.py. ``address`` and ``interface``: what it listens
-    on, unless the run is on one machine. ``device``: which GPU it computes on, once it is built; empty if on none.
+    """Which process a member is; ``started``: when, see processes.py. ``address``: where it listens, unless the run is
+    on one machine. ``device``: which GPU it computes on, once it is built; empty if on none.
     """
 
     pid: int
@@ -34,7 +34,6 @@ class Identity:
     host: str
     node_id: str
     address: str
-    interface: str
     device: str = ""
 
 
@@ -73,7 +72,7 @@ class StageWorker:
         if self._listens.name:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={self._listens.name}")
         node_id = ray.get_runtime_context().get_node_id()
-        return Identity(pid, started_at(pid), host, node_id, self._listens.address, self._listens.name)
+        return Identity(pid, started_at(pid), host, node_id, self._listens.address)
 
     def warm(self, interface: str) -> Identity:
         """Import what a member needs, which takes most of its start."""

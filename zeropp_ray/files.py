@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ def expanded(path: str | Path, named: str = "") -> Path:
         raise ConfigError(
             f"{named or path}: no home folder of {Path(path).parts[0]} is known; write out the whole path"
         ) from None
+
+
+def check_inside(names: Iterable[str]) -> None:
+    """ValueError if one of the ``names``, which a file gives, is more than that of a file beside it."""
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"it names {name!r}, which is not in its folder")
 
 
 def files_in(folder: Path) -> list[Path]:

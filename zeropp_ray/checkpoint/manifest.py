@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zeropp_ray.files import sync
+from zeropp_ray.files import check_inside, sync
 from zeropp_ray.uri import Place
 
 VERSION = 2
@@ -84,6 +84,7 @@ class Manifest:
         if values.pop("checksum") != _checksum(values):
             raise ValueError("its checksum differs, it has been altered")
         files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
+        check_inside(entry.name for entry in files.values())
         return cls(progress=Progress(**values.pop("progress")), files=files, **values)
 
 

@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from zeropp_ray.data.tokenizer import BYTES
 from zeropp_ray.errors import ConfigError
-from zeropp_ray.files import sha256_of
+from zeropp_ray.files import check_inside, sha256_of
 from zeropp_ray.uri import Place
 
 VERSION = 1
@@ -107,6 +107,7 @@ class Manifest:
                 "prepare the data again"
             )
         parts = [Part(**part) for part in values.pop("parts")]
+        check_inside(part.file for part in parts)
         splits = {name: [Span(**span) for span in spans] for name, spans in values.pop("splits").items()}
         return cls(parts=parts, splits=splits, **values)
 
