@@ -120,7 +120,7 @@ def test_room_is_waited_for_and_told(cluster: Any) -> None:
     waiting = second.take()
     text = next(waiting)["text"]
     assert text.startswith("waiting for room, for 60 s at most: 4 members of 1 CPU each; free is room for 2 (")
-    assert cpus_of_bundles() == {"4": 2, "2": 2}  # that of the demand is nowhere yet
+    assert cpus_of_bundles() == {"4": 2, "2": 2, "nowhere": 4}  # those that are asked for
     first.end()
     held, _ = quietly(waiting)
     assert len(held) == 4
