@@ -21,11 +21,14 @@ from zeropp_ray.schedule import (
     compile_forward,
     compile_program,
     least_limit,
+    lower_bound,
     resolve,
     split_units,
     to_grid,
     to_json,
+    zeropp_order,
 )
+from zeropp_ray.schedule.order import RULES, _run
 
 COST = st.sampled_from([0, 0.25, 0.5, 0.7, 1, 1.3, 2, 5])
 FORWARD_COST = st.sampled_from([0.25, 0.5, 1, 1.3, 2, 5])
@@ -68,6 +71,19 @@ def test_every_spec_compiles_and_holds(spec: ScheduleSpec) -> None:
     assert 0 <= program.bubble < 1
     assert compile_program(spec) == program
     to_grid(program)
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs())
+def test_no_order_is_worse_than_the_greedy_one(spec: ScheduleSpec) -> None:
+    """And no rule gets stuck; where none is better, the order is the greedy one."""
+    ends = [max(rank.free_at for rank in _run(spec, rule, 1 << 200) or ()) for rule in RULES]
+    makespan = compile_program(spec).makespan
+    greedy, best = (end / spec.costs.ticks().scale for end in (ends[0], min(ends)))
+    assert makespan == best or makespan <= 1.001 * lower_bound(spec)
+    assert makespan <= greedy
+    if makespan == greedy:
+        assert zeropp_order(spec) == [rank.order for rank in _run(spec, RULES[0], 1 << 200) or ()]
 
 
 def judge(shown: dict[str, Any], spec: ScheduleSpec) -> None:
