@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import zeropp_ray.schedule.program
+from bench.frontier import ROWS, last_phase_bound, specs
 from jobs.schedule import schedule
 from zeropp_ray.errors import ConfigError, ScheduleError
 from zeropp_ray.schedule import (
@@ -36,6 +37,7 @@ from zeropp_ray.schedule import (
     to_grid,
     zeropp_order,
 )
+from zeropp_ray.schedule.order import zeropp_makespan
 
 EQUAL = (1, 1, 1, 0)
 UNEVEN = (1, 1.3, 0.7, 0.25)
@@ -103,6 +105,14 @@ def test_second_table(P: int, V: int, N: int, cost: tuple[float, ...], ratios: t
         fits = [K for K in range(1, N // P + 1) if least_limit(split_units(N, N // K), V) <= limit]
         results = [timeline(P, V, N, cost, N // K, limit)[1] for K in fits]
         assert round(min(r.makespan / r.lower_bound for r in results), 3) <= ratio
+
+
+@pytest.mark.parametrize(("P", "V", "N", "cost"), ROWS[:3])
+def test_no_order_beats_the_bound_of_its_units(P: int, V: int, N: int, cost: tuple[float, float, float, float]) -> None:
+    """Nor is the bound of the table in docs/schedules.md far away, at least where memory is no matter."""
+    for spec in specs(P, V, N, cost, 2 * P):
+        makespan = zeropp_makespan(spec)
+        assert last_phase_bound(spec) <= makespan <= 1.08 * max(last_phase_bound(spec), lower_bound(spec))
 
 
 def test_large_schedule_compiles_in_seconds() -> None:

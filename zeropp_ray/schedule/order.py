@@ -38,6 +38,7 @@ RULES = (Rule(), Rule(hold=2), Rule(hold=3, forward_first=True), Rule(hold=1, fo
 """The greedy choice, and what gave most beside it, one after the other, over 34 settings of P from 2 to 16, V from 1 to
 4, costs and transfers, at limits from P to 2P.
 """
+GREEDY = RULES[:1]
 
 _NEAR = 1.001  # of the lower bound: then no other rule is tried
 
@@ -92,20 +93,21 @@ def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
     return [rank.order for rank in _best(spec, _NEVER) or ()]
 
 
-def zeropp_makespan(spec: ScheduleSpec, most: float = math.inf) -> float:
+def zeropp_makespan(spec: ScheduleSpec, most: float = math.inf, rules: Sequence[Rule] = RULES) -> float:
     """What the tasks of a step in this order take, as a replay of its program would find if exchanges, optimizer and
     vote took no time; infinity if it is more than ``most``, which is known before the end of the step.
     """
     scale = spec.costs.ticks().scale
-    ranks = _best(spec, math.floor(most * scale * (1 + 1e-12)) if most < math.inf else _NEVER)
+    ranks = _best(spec, math.floor(most * scale * (1 + 1e-12)) if most < math.inf else _NEVER, rules)
     return _end(ranks) / scale if ranks else math.inf
 
 
-def _best(spec: ScheduleSpec, most: int) -> list[_Rank] | None:
+def _best(spec: ScheduleSpec, most: int, rules: Sequence[Rule] = RULES) -> list[_Rank] | None:
     """The ranks at the end of the step under the first of the best rules; None if it takes more than ``most`` ticks."""
-    near = math.floor(lower_bound(spec) * spec.costs.ticks().scale * _NEAR)
+    # Other costs are in the bound and not in this replay: then all rules are tried.
+    near = math.floor(lower_bound(spec) * spec.costs.ticks().scale * _NEAR) if spec.costs.tasks_alone else 0
     best = None
-    for rule in RULES:
+    for rule in rules:
         # Up to ``near`` in any case: whether other rules are tried may not depend on ``most``.
         ranks = _run(spec, rule, max(most, near))
         if ranks:
