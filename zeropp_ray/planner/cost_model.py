@@ -8,7 +8,7 @@ Time of a step = tasks and ramp + stalls + gathers + reduces + replicas + optimi
 - *Tasks and ramp* are the lower bound of the schedule: the fullest stage's work, after the first micro-batch's way to
   it. *Stalls* come with units below ``2P``, and with a live limit that leaves a ramp ``x`` of less than ``2P`` chunk
   activations. By replay (P 4 to 16, V 2 and 4, costs near 1, 1.15, 0.9) a unit ``u`` with ``y = 2 - u/P`` then loses
-  about ``P (0.4 F y⁴ + 2 comm y²)`` to the first, and ``2.4 P F (1 - x/2P)`` to the second, or 1.6 instead of 2.4 if
+  about ``P (0.3 F y⁴ + 2 comm y²)`` to the first, and ``2.4 P F (1 - x/2P)`` to the second, or 1.6 instead of 2.4 if
   all chunks are recomputed.
 - Messages between stages overlap with tasks, but for the ramp, unless the link is too slow for all of them.
 - *Gathers* are waited for, for ``GATHER`` stands before the task that needs it; with ``prefetch`` but for the time of
@@ -51,7 +51,7 @@ from zeropp_ray.planner.sizes import ModelSizes, even_cut
 from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.units import split_units
 
-UNIT_STALL = 0.4
+UNIT_STALL = 0.3
 LIMIT_STALL = {"none": 2.4, "selective": 2.4, "full": 1.6}
 """Forwards that each of ``P`` stages loses in a unit, see above."""
 MASTER = 4  # bytes of an element of masters, moments and gradients
