@@ -26,6 +26,7 @@ from zeropp_ray.checkpoint.manifest import CHECKPOINTS
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.errors import ConfigError, Stopped
 from zeropp_ray.files import expanded
+from zeropp_ray.uri import Place, UriPath, is_uri
 
 if TYPE_CHECKING:
     from jobs.submission import Jobs
@@ -174,8 +175,9 @@ def _new(config: RunConfig) -> _Run:
 def _resumed(folder: str, overrides: Sequence[str]) -> _Run:
     """Its checkpoint is read on the cluster; what is wrong with ``overrides`` is told there."""
     settings = [word for setting in overrides for word in ("--set", setting)]
-    run = re.sub(f"/{CHECKPOINTS}/[^/]+$", "", folder.rstrip("/"))  # of a path or of a URI
-    return _Run(run.rpartition("/")[2], run, ["--resume", folder, *settings], {})
+    where: Place = UriPath.parse(folder, "--resume") if is_uri(folder) else Path(folder)
+    run = where.parent.parent if where.parent.name == CHECKPOINTS else where
+    return _Run(run.name, str(run), ["--resume", folder, *settings], {})
 
 
 def follow_job(jobs: Jobs, job: str, at: str) -> NoReturn:
