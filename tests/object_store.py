@@ -31,12 +31,12 @@ class ObjectStore:
         ]
         (folder / "s3.json").write_text(json.dumps({"identities": identities}))
         self.start()
-        self._make_bucket()
 
     def uri(self, key: str) -> str:
         return f"s3://{BUCKET}/{key}?{self.query}"
 
     def start(self) -> None:
+        """Returns once it answers and has its bucket."""
         s3, master, volume, filer = self._ports[:4]
         options = {
             "dir": self._folder,
@@ -68,6 +68,7 @@ class ObjectStore:
                 stderr=log,
                 env={**os.environ, "TMPDIR": str(self._folder)},
             )
+        self._make_bucket()
 
     def stop(self) -> None:
         self._process.kill()

@@ -121,7 +121,6 @@ def test_a_store_that_fails_in_the_middle_of_a_save(store: ObjectStore, command:
     time.sleep(10)  # saves fail, after they have been tried again
     run.wait_for_step(steps + 10)
     store.start()
-    time.sleep(5)
     good = newest(run)
     deadline = time.monotonic() + 60
     while newest(run) <= good:
