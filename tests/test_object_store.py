@@ -193,6 +193,7 @@ def test_checkpoints_are_kept_in_a_store_as_on_a_disk(
     half = run / "checkpoints" / "step-00000011" / "weights-000-000.safetensors"
     half.write_bytes(b"as a killed run leaves it")
     assert latest(run).step == 9
+    assert half.parent not in folders(run)
 
     kept = checkpoints(run, tmp_path, saved=4)
     assert names(run) == ["aside-1-step-00000009", "step-00000002", "step-00000004"]
