@@ -57,7 +57,7 @@ def leased(run: UriPath, folder: Path, tell: Callable[[str], None]) -> Iterator[
             try:
                 check(run, token)
                 lease.write_text(text)
-            except StoreError:
+            except (StoreError, OSError):
                 pass  # it may come back
             except ZeroppError:
                 (folder / LOST).touch()

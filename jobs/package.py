@@ -16,13 +16,18 @@ from zeropp_ray.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = ("zeropp_ray", "actors", "jobs")  # they travel too: a job runs the code that submitted it
+ENTRY = "jobs/pretrain.py"  # which a job starts
 LIMIT_BYTES = 512 * 2**20  # what Ray takes: RAY_max_grpc_message_size
 NAMED = 5  # so many of the biggest files are named if there is too much
 
 # Folders with one of these are made anew where they are needed, or lie where all nodes see them.
 MARKS = ("pyvenv.cfg", "run-id", "manifest.json", "CACHEDIR.TAG")  # environment; run; checkpoint or token store; cache
 FOLDERS = ("__pycache__", "node_modules", "runs", "build", "dist", "*.egg-info")
-FILES = ("*.pyc", "*.safetensors", "*.parquet", "*.pt", "*.pth", "*.bin", "*.npy", "*.npz", "*.tar", "*.gz", "*.zip")
+SECRETS = ("*.env", "*.pem", "*.key")
+FILES = (
+    *("*.pyc", "*.safetensors", "*.parquet", "*.pt", "*.pth", "*.bin", "*.npy", "*.npz", "*.tar", "*.gz", "*.zip"),
+    *SECRETS,
+)
 
 
 @dataclass(frozen=True)
@@ -65,25 +70,35 @@ def _entry(name: str, mode: int) -> zipfile.ZipInfo:
 
 
 def pack(folder: Path, exclude: Sequence[str] = ()) -> Package:
-    """What of ``folder`` travels: all but hidden files (``.git``, ``.venv``, ``.env``), environments, caches, runs,
-    checkpoints, token stores, weights and archives, what git ignores, and ``exclude``, patterns of names or paths.
+    """What of ``folder`` travels: all but hidden files (``.git``, ``.venv``, ``.env``), keys, environments, caches,
+    runs, checkpoints, token stores, weights and archives, what git ignores, links to what does not travel, and
+    ``exclude``, patterns of names or paths.
 
-    Raises ConfigError if it is no folder.
+    Raises ConfigError if it is no folder, or has one with the name of a package of ours.
     """
     if not folder.is_dir():
         raise ConfigError(f"--working-dir {folder}: no such folder")
-    files = {name: folder / name for name in _listed(folder) if not _matches(name, exclude)}
+    files = {name: folder / name for name in _listed(folder, exclude)}
     for package in OWN:
-        if not any(name.startswith(f"{package}/") for name in files):
-            for name in _walk(ROOT, ROOT / package):
-                files[name] = ROOT / name
+        there = [name for name in files if name.startswith(f"{package}/")]
+        if not there:
+            files |= {name: ROOT / name for name in _walk(ROOT, ROOT / package)}
+        elif not (folder / ENTRY).is_file():  # else it is a copy of this program
+            raise ConfigError(
+                f"--working-dir {folder}: {there[0]} would be in the place of this program's own {package}/; rename "
+                f"that folder, or leave it out with --exclude {package}"
+            )
     return Package(files)
 
 
-def _listed(folder: Path) -> Iterator[str]:
-    """Paths in ``folder`` of its files that are neither left out by our rules nor ignored by git."""
-    known = _known_to_git(folder)
-    return (name for name in _walk(folder, folder) if known is None or name in known)
+def _listed(folder: Path, exclude: Sequence[str]) -> Iterator[str]:
+    """Paths in ``folder`` of its files that are neither left out by our rules or ``exclude`` nor ignored by git; links
+    only to such files.
+    """
+    known, top = _known_to_git(folder), folder.resolve()
+    names = [name for name in _walk(folder, folder) if (known is None or name in known) and not _matches(name, exclude)]
+    travel = {top / name for name in names}
+    return (name for name in names if (top / name).resolve() in travel)
 
 
 def _walk(root: Path, start: Path) -> Iterator[str]:

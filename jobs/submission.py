@@ -18,6 +18,7 @@ from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
 DEFAULT = "http://127.0.0.1:8265"  # where Ray's dashboard listens if it is not told otherwise
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 EVERY_S = 1.0  # between two looks at a job
+ANSWER_S = 30.0  # how long the dashboard may be silent within an answer
 PENDING_S = 10.0  # how long a job may wait to start before it is told why
 LOST_S = 60.0  # how long the cluster may not answer while a job is followed
 RUN, FOLDER, DIGEST, VERSION = "zeropp_run", "zeropp_folder", "zeropp_config", "zeropp_version"  # of a job's metadata
@@ -49,9 +50,16 @@ class Jobs:
                 f"jobs need Ray with its dashboard, and {error.name} is missing; install it: pip install 'ray[default]'"
             ) from None
         self.address = address or DEFAULT
+
+        class Client(JobSubmissionClient):
+            """Ray's own waits without end: for a dashboard that stands still, or behind a tunnel that is broken."""
+
+            def _do_request(self, *request: Any, **more: Any) -> Any:
+                return super()._do_request(*request, **{"timeout": ANSWER_S} | more)
+
         logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.WARNING)
         with _only(self.address), self._explained():
-            self._client = JobSubmissionClient(self.address)
+            self._client = Client(self.address)
 
     @property
     def here(self) -> bool:

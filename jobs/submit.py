@@ -26,7 +26,7 @@ from zeropp_ray.checkpoint.manifest import CHECKPOINTS
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.errors import ConfigError, Stopped
 from zeropp_ray.files import expanded
-from zeropp_ray.uri import Place, UriPath, is_uri
+from zeropp_ray.uri import Place, check_uri, is_uri, place
 
 if TYPE_CHECKING:
     from jobs.submission import Jobs
@@ -93,9 +93,10 @@ def submit(
     """Train on a Ray cluster: FILE is checked here, and runs there as `python -m jobs.pretrain`.
 
     The job goes on when this terminal closes, or this command is killed. What it needs besides torch and Ray travels
-    with it: this package, and what of the folder that you are in is code. Left out are hidden files, environments,
-    caches, runs, checkpoints, token stores, weights, archives, what git ignores, and --exclude. Data and run folder lie
-    where all nodes of the cluster see them; write whole paths. For a cluster that is this machine, paths are as here.
+    with it: this package, and what of the folder that you are in is code. Left out are hidden files, keys,
+    environments, caches, runs, checkpoints, token stores, weights, archives, what git ignores, and --exclude. Data and
+    run folder lie where all nodes of the cluster see them; write whole paths. For a cluster that is this machine, paths
+    are as here.
 
     \b
     Examples:
@@ -168,16 +169,26 @@ class _Run:
 
 def _new(config: RunConfig) -> _Run:
     config, table = _checked(config)
-    folder = f"{config.run.dir.rstrip('/')}/{config.run.name}"
-    return _Run(config.run.name, folder, [RUN_FILE], {RUN_FILE: config.to_toml()}, table)
+    folder = _of_cluster(config.run.dir) / config.run.name
+    return _Run(config.run.name, str(folder), [RUN_FILE], {RUN_FILE: config.to_toml()}, table)
 
 
 def _resumed(folder: str, overrides: Sequence[str]) -> _Run:
-    """Its checkpoint is read on the cluster; what is wrong with ``overrides`` is told there."""
-    settings = [word for setting in overrides for word in ("--set", setting)]
-    where: Place = UriPath.parse(folder, "--resume") if is_uri(folder) else Path(folder)
+    """Its checkpoint is read on the cluster; what is wrong with ``overrides`` is told there, but for a URI that cannot
+    be used: it may hold a secret, which Ray would keep with the job.
+    """
+    for setting in overrides:
+        name, _, value = setting.partition("=")
+        check_uri(value.strip(" '\""), f"{name.strip()} = {value}")
+    where = _of_cluster(folder)
     run = where.parent.parent if where.parent.name == CHECKPOINTS else where
+    settings = [word for setting in overrides for word in ("--set", setting)]
     return _Run(run.name, str(run), ["--resume", folder, *settings], {})
+
+
+def _of_cluster(path: str) -> Place:
+    """A place that the job is to find: its home folder is not that of here."""
+    return place(path) if is_uri(path) else Path(path)
 
 
 def follow_job(jobs: Jobs, job: str, at: str) -> NoReturn:
@@ -228,8 +239,11 @@ def _with_paths(config: RunConfig, here: bool, package: Package) -> RunConfig:
 
 
 def _there(path: str, what: str, here: bool, package: Package) -> str:
-    """``path`` as the job is to read it. ConfigError if it is one of this folder that the job would not have."""
+    """``path`` as the job is to read it. ConfigError if it is one of this folder that the job would not have, or a URI
+    that cannot be used.
+    """
     if "://" in path:
+        check_uri(path, what)
         return path
     if here:
         return str(expanded(path, what).absolute())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.lease import NAME as LEASE
+from actors import lease
 from actors.locks import DRIVER, JOB
 from actors.mirror import Held, held
 from actors.stopping import StopSignals
@@ -241,7 +241,7 @@ def _make_folder(folder: Path, config: RunConfig) -> None:
 
 def _check_unused(folder: Place, config: RunConfig) -> None:
     """Under the run's lock, so that of two that begin at once one is refused and neither is harmed."""
-    if any(path.name not in (JOB, DRIVER, LEASE) for path in folder.iterdir()):
+    if any(path.name not in (JOB, DRIVER, lease.NAME) for path in folder.iterdir()):
         saved = next(folders(folder), None) is not None
         raise ConfigError(
             f"run.name = {config.run.name!r}: {folder} is not empty; choose another with --name, or "
@@ -257,7 +257,10 @@ def _remove(run: Held) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)
     if isinstance(run.run, UriPath):
         run.folder.mkdir(exist_ok=True)  # a working copy, of nothing
-        remove_tree(run.run)
+        lease.check(run.run, run.lease)  # another job may have the run by now
+        for path in run.run.iterdir():
+            if path.name != lease.NAME:  # which goes last
+                path.unlink() if path.is_file() else remove_tree(path)
 
 
 def _interrupted(run: Held) -> ZeroppError:

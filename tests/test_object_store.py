@@ -21,6 +21,7 @@ from actors import lease, mirror
 from actors.checkpoints import Checkpoints
 from actors.folder import METRICS, RunFolder
 from jobs.cli import zeropp
+from jobs.train import _remove
 from tests.object_store import BUCKET, KEYS, READ_ONLY, ObjectStore
 from tests.saved import saved_run
 from zeropp_ray import uri
@@ -79,10 +80,14 @@ def test_a_uri_is_used_like_a_folder(bucket: UriPath) -> None:
     ("text", "said"),
     [
         ("s3://key:hidden@bucket/runs", "holds credentials"),
+        ("s3://bucket/runs?endpoint_override=http://key:hidden@server", "holds credentials"),
         ("s3://bucket/runs?password=hidden", "has the option password"),
         ("ftp://bucket/hidden?x=hidden", "ftp is not known; use s3, gs, hdfs, or a path"),
         ("s3:///runs", "names no bucket"),
         ("s3://bucket/a/../b", r"holds '\.' or '\.\.'"),
+        ("s3://bucket/runs#1", "goes on after a '#'"),
+        ("s3://[key:hidden", "is no URI"),
+        ("file://runs/first", "names a host; write file:///PATH"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_it_is_written_anywhere(text: str, said: str) -> None:
@@ -220,7 +225,7 @@ def test_checkpoints_are_kept_in_a_store_as_on_a_disk(
     assert saved(8) == ["log"]
     assert "is trained by another job by now (process 1)" in kept.unsaved(Progress(8, 8, 8, 8))
     assert latest(run).step == 7
-    (tmp_path / lease.LOST).touch()
+    assert (tmp_path / lease.LOST).exists(), "whether the job process is awake or not"
     (event,) = kept.begin(Progress(9, 9, 9, 9), lambda *_: pytest.fail("members write nothing"))
     assert "is trained by another job" in event["text"]
     assert not (run / "checkpoints" / "step-00000009").exists()
@@ -284,6 +289,26 @@ def test_a_lease_is_held_refused_taken_over_and_lost(
         assert (bucket / lease.NAME).exists(), "it is the other's"
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_is_left_of_a_run_that_never_began_is_removed_if_it_is_still_ours(
+    bucket: UriPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SETTLE_S", 0.0)
+    monkeypatch.setattr(mirror, "EVERY_S", 0.05)
+    told: list[str] = []
+    with mirror.held(bucket, told.append) as ours:
+        (ours.folder / "config.toml").write_text("")
+        wait_for((bucket / "config.toml").is_file, "copied")
+        (bucket / "checkpoints" / "step-00000001" / "weights").write_text("")
+        _remove(ours)
+    assert (list(bucket.iterdir()), told) == ([], [])
+    with mirror.held(bucket, told.append) as ours:
+        (bucket / lease.NAME).write_text(json.dumps({"token": "other", "holder": "process 8"}))
+        (bucket / "run-id").write_text("another job's")
+        with pytest.raises(ZeroppError, match="another job by now"):
+            _remove(ours)
+    assert (bucket / "run-id").exists()
 
 
 def test_a_run_s_files_are_copied_out_and_fetched_elsewhere(

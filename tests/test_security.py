@@ -54,7 +54,7 @@ def test_a_run_stays_in_the_folder_of_runs(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "sub/weights.safetensors"])
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "sub/weights.safetensors", "..", ""])
 def test_a_checkpoint_names_files_of_its_folder_only(name: str, tmp_path: Path) -> None:
     saved_run(tmp_path / "run", RunConfig.from_dict({"model": {"dim": 32, "heads": 2}}))
     checkpoint = find(tmp_path / "run")

@@ -132,6 +132,20 @@ def test_what_git_ignores_stays_here(tmp_path: Path) -> None:
     assert sent(tmp_path) == {"mymodel.py", "notes/keep.md"}
 
 
+def test_a_link_travels_with_what_it_leads_to(tmp_path: Path) -> None:
+    files(tmp_path, "secret.txt", "here/mymodel.py", "here/.env", "here/huge.dat", "here/deploy.pem")
+    for name, to in (("a", "../secret.txt"), ("b", ".env"), ("c", "huge.dat"), ("d", "mymodel.py"), ("e", "..")):
+        (tmp_path / "here" / name).symlink_to(to)
+    assert sent(tmp_path / "here", "huge.dat") == {"mymodel.py", "d"}
+
+
+def test_a_folder_named_as_a_package_of_ours_is_refused(tmp_path: Path) -> None:
+    files(tmp_path, "jobs/nightly.txt")
+    with pytest.raises(ConfigError, match=r"jobs/nightly.txt would be in the place of .* --exclude jobs$"):
+        pack(tmp_path)
+    assert "jobs/pretrain.py" in pack(tmp_path, ["jobs"]).files
+
+
 def test_this_package_travels_too(tmp_path: Path) -> None:
     package = pack(tmp_path)
     assert {"zeropp_ray/__init__.py", "actors/driver.py", "jobs/pretrain.py"} <= package.files.keys()
@@ -228,6 +242,25 @@ def test_a_run_is_resumed_as_a_job(cluster: Cluster) -> None:
         assert folder.endswith("runs/first")
 
 
+def test_a_folder_in_a_store_is_named_with_its_options(cluster: Cluster) -> None:
+    assert submit("--set", "run.dir=s3://bucket/runs?region=x").exit_code == 0
+    folder = "s3://bucket/runs/first?region=x"
+    for again in ([], ["--resume", folder], ["--resume", "s3://bucket/runs/first/checkpoints/step-00000007?region=x"]):
+        assert not again or run("submit", *again).exit_code == 0
+        assert cluster.submitted["metadata"]["zeropp_folder"] == folder
+        assert cluster.submitted["submission_id"].startswith("first-")
+
+
+@pytest.mark.parametrize("setting", ["", "data.path=", "data.path='", "data.path = "])
+def test_a_secret_in_a_uri_is_not_sent(cluster: Cluster, setting: str) -> None:
+    uri = "s3://key:hidden@bucket/first"
+    arguments = ["--resume", "/shared/first", "--set", f"{setting}{uri}"] if setting else ["--resume", uri]
+    result = run("submit", *arguments)
+    assert (result.exit_code, cluster.submitted) == (2, {})
+    assert "holds credentials" in result.output
+    assert "hidden" not in result.output
+
+
 def test_a_dry_run_sends_nothing(cluster: Cluster) -> None:
     result = submit("--dry-run")
     assert result.exit_code == 0
@@ -240,12 +273,25 @@ def test_an_address_that_is_given_goes_before_the_variable(monkeypatch: pytest.M
     """Ray's own client has it the other way round."""
     sdk = pytest.importorskip("ray.job_submission")
     pytest.importorskip("aiohttp", reason="ray[default] is not installed; make test-all does")
-    seen = {}
+    seen: dict[str, str] = {}
+
+    class Client:
+        def __init__(self, address: str) -> None:
+            seen.update(os.environ)
+
     monkeypatch.setenv("RAY_ADDRESS", "http://elsewhere:1")
-    monkeypatch.setattr(sdk, "JobSubmissionClient", lambda address: seen.update(os.environ) or address)
+    monkeypatch.setattr(sdk, "JobSubmissionClient", Client)
     Jobs("http://here:2")
     assert "RAY_ADDRESS" not in seen
     assert os.environ["RAY_ADDRESS"] == "http://elsewhere:1"
+
+
+def test_a_dashboard_that_is_silent_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp", reason="ray[default] is not installed; make test-all does")
+    monkeypatch.setattr(submission, "ANSWER_S", 0.2)
+    said = pytest.raises(ConfigError, match=r"no dashboard of a Ray cluster answers there \(.*timed out")
+    with socket.create_server(("127.0.0.1", 0)) as deaf, said:
+        Jobs(f"http://127.0.0.1:{deaf.getsockname()[1]}")
 
 
 def test_without_the_dashboard_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def expanded(path: str | Path, named: str = "") -> Path:
 def check_inside(names: Iterable[str]) -> None:
     """ValueError if one of the ``names``, which a file gives, is more than that of a file beside it."""
     for name in names:
-        if Path(name).name != name:
+        if name in ("", "..") or Path(name).name != name:
             raise ValueError(f"it names {name!r}, which is not in its folder")
 
 

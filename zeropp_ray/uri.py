@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
 from zeropp_ray.errors import ConfigError, ZeroppError
 from zeropp_ray.files import expanded
@@ -59,21 +59,24 @@ class UriPath:
     @classmethod
     def parse(cls, text: str, named: str = "") -> UriPath:
         """From a URI. ConfigError that begins with ``named`` if it cannot be used. Secrets are not told."""
-        parts = urlsplit(text)
+        parts = _split(text, named)
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         if named and "@" not in parts.netloc and not parts.query:
             shown = named
         scheme = _OTHER_NAMES.get(parts.scheme.lower(), parts.scheme.lower())
         if scheme not in _OPTIONS:
             raise ConfigError(f"{shown}: {parts.scheme} is not known; use s3, gs, hdfs, or a path")
-        if "@" in parts.netloc:
+        options = parse_qsl(parts.query, keep_blank_values=True)
+        if "@" in parts.netloc or any("@" in value for name, value in options if name == "endpoint_override"):
             raise ConfigError(
                 f"{shown}: holds credentials, which would be written to the run's folder and logs; leave them out, and "
                 "give them in the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             )
         if not parts.netloc and scheme != "hdfs":
             raise ConfigError(f"{shown}: names no bucket")
-        for option, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if "#" in text:
+            raise ConfigError(f"{shown}: goes on after a '#', which a URI does not; write %23 for one in a name")
+        for option, _ in options:
             if option not in _OPTIONS[scheme]:
                 raise ConfigError(
                     f"{shown}: has the option {option}; those of {scheme} are {', '.join(sorted(_OPTIONS[scheme]))}"
@@ -225,7 +228,10 @@ def place(where: str | Place, named: str = "") -> Place:
     if not is_uri(where):
         return expanded(where, named)
     if str(where).startswith("file://"):
-        return Path(unquote(urlsplit(str(where)).path))
+        parts = _split(str(where), named)
+        if parts.netloc not in ("", "localhost"):
+            raise ConfigError(f"file://{parts.netloc.rpartition('@')[2]}…: names a host; write file:///PATH, or a path")
+        return Path(unquote(parts.path))
     return UriPath.parse(str(where), named)
 
 
@@ -240,6 +246,13 @@ def remove_tree(folder: Place) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         folder.remove_tree()
+
+
+def _split(text: str, named: str) -> SplitResult:
+    try:
+        return urlsplit(text)
+    except ValueError as error:
+        raise ConfigError(f"{named.partition(' ')[0] or text.partition('://')[0]}: is no URI: {error}") from None
 
 
 @cache

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropp_ray.checkpoint.manifest import CHECKPOINTS, NAME, Manifest, folder_name, publish
+from zeropp_ray.errors import ZeroppError
 from zeropp_ray.uri import Place, StoreError, UriPath, remove_tree
 
 
@@ -103,7 +104,7 @@ class UriShelf(Shelf):
 
     def begin(self, step: int) -> Any:
         if self._lost.exists():
-            self._check()
+            self._check()  # and begin no checkpoint over those of the job that has the run now
         folder = self._folder / folder_name(step)
         if folder in self._published:  # a step that is taken again, after a fault
             (folder / NAME).unlink(missing_ok=True)
@@ -113,7 +114,13 @@ class UriShelf(Shelf):
         return self._thread.submit(self._publish, partial, manifest)
 
     def _publish(self, folder: UriPath, manifest: Manifest) -> Place:
-        self._check()
+        try:
+            self._check()
+        except StoreError:
+            raise
+        except ZeroppError:
+            self._lost.touch()  # the job process, which would, may stand still
+            raise
         (folder / self._record.name).write_bytes(self._record.read_bytes())
         (folder / NAME).write_text(manifest.to_json())
         self._published.add(folder)
