@@ -374,7 +374,7 @@ def test_a_full_disk_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "runs/a/.lock")
 
-    monkeypatch.setattr("jobs.train.only_job", full)
+    monkeypatch.setattr("actors.mirror.only_job", full)
     assert refused(run("train", "--name", "a"), code=1) == "runs/a/.lock cannot be written: No space left on device"
 
 
