@@ -38,8 +38,9 @@ def profile(
     """Measure what a step of a run costs, and write it to a file.
 
     A few micro-batches go through each chunk of the model, one chunk after the other in this process: forward (F),
-    input gradient (B), weight gradient (W), and the update of its weights. Then processes of this machine measure
-    gathers and reduces among the members of a stage, and a message between stages.
+    input gradient (B), weight gradient (W), and the update of its weights. As many other processes are at work
+    meanwhile as the run has members on so many cores. Then processes of this machine measure gathers and reduces among
+    the members of a stage, and a message between stages. On a GPU (resources.device=cuda) exchanges are not measured.
 
     FILE and --set are a run's. Measure on a machine like the run's, with nothing else on it. The file is good for this
     model, dtype, micro-batch size, cut into chunks and number of shards, and is refused for another.

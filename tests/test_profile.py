@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from tests.test_parameter_kinds import of as kind_of
 from zeropp_ray.checkpoint.resume import resumed
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.planner import profile as measuring
 from zeropp_ray.planner.cost_file import costs_of, identity, read_costs, write_costs
 from zeropp_ray.planner.measured import measured as parts_of
 from zeropp_ray.planner.plan import make_plan
@@ -166,9 +168,19 @@ def test_what_is_no_such_file_is_refused(measured: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["tied", "frozen_beginning", "in_place"])
-def test_every_kind_of_parameter_can_be_measured(kind: str) -> None:
+def test_every_kind_of_parameter_can_be_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = kind_of(kind, 2, 1)
+    measure_chunk, at_work = measuring._measure_chunk, []
+
+    def watched(*arguments: object) -> object:
+        at_work.append(len(multiprocessing.active_children()))
+        return measure_chunk(*arguments)
+
+    monkeypatch.setattr(measuring, "_measure_chunk", watched)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     costs, link = measure(config, make_plan(config), 1, transfer=0.5)
+    assert at_work == [1, 1], "the other member of the run"
+    assert not multiprocessing.active_children()
     assert link is None
     assert len(costs.F) == len(costs.optimizer) == 2
     assert all(value > 0 for value in (*costs.gather, *costs.optimizer))
