@@ -26,11 +26,14 @@ demo: .venv/run.stamp
 bench: .venv/bench.stamp
 	@$(BIN)/python -m bench $(BENCH_ARGS)
 
+# What needs no cluster runs in two processes; clusters come one after the other, for some of their tests watch the clock.
 test: lint
-	@$(BIN)/pytest -m "not full"
+	@$(BIN)/pytest -n 2 -m "not full and not ray"
+	@$(BIN)/pytest -m "not full and ray"
 
 test-all: lint .venv/all.stamp
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 -m "not ray"
+	@$(BIN)/pytest -m ray
 
 # torch with CUDA: see docs/gpu.md, PIP_ARGS.
 gpu-test: .venv/all.stamp
