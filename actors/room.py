@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from actors.assignment import Node, assign
 from zeropp_ray.config import RunConfig
-from zeropp_ray.errors import ConfigError, ZeroppError
+from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
 from zeropp_ray.layout import Layout, Member
 
 Event = dict[str, Any]
@@ -62,7 +62,7 @@ class Room:
         """Find and hold bundles for all members that are not ``placed``, and for ``spares``; by member, and of spares.
 
         ``avoid``: nodes that are likely to be gone, which Ray says only later. Yields events about what is waited for.
-        Raises ZeroppError if there is no room for ``resources.wait_s``.
+        Raises ZeroppError if there is no room for ``resources.wait_s``, Stopped if the run is asked to stop meanwhile.
         """
         missing = self._layout.size - len(placed or {}) + spares
         began, demand, told, told_at = time.monotonic(), None, "", 0.0
@@ -82,7 +82,7 @@ class Room:
                 if now - began > limit_s:
                     raise ZeroppError(f"no room within {limit_s:g} s (resources.wait_s): {lacking}")
                 if self.stopped():
-                    raise ZeroppError(f"stopped while it waited for room: {lacking}")
+                    raise Stopped(f"it waited for room: {lacking}")
                 if now - began > SETTLE_S:
                     if demand is None:
                         demand = self._group([self._needs] * missing, [self._config.resources.labels] * missing)

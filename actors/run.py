@@ -248,6 +248,8 @@ def _follow(
                 print(event["trace"], file=sys.stderr)  # the log, under a command
                 if event["early"] and supervisor.ran:  # the run itself is well, and has what to go on from
                     raise DriverDied(event["error"])
+                if event["exit_code"] == Stopped.exit_code:  # before it was back at its steps
+                    raise supervisor.stopped(event["error"])
                 raise _failed(event)
             elif event["kind"] == "stopped":
                 raise _stopped(event, folder.run)

@@ -78,7 +78,7 @@ class Supervisor:
         self._clear()
         checkpoint = self._newest()
         if self.folder.stop.exists():
-            raise self._stopped(text, checkpoint)
+            raise self.stopped(text)
         judge("driver", 1, place, text, self._history, self._config.recovery)
         source = choose_source((), checkpoint)
         self.folder, self._from = replace(self.folder, resume=source.path), source.step
@@ -142,8 +142,9 @@ class Supervisor:
             return None
         return checkpoint.step, checkpoint.path.resolve()
 
-    def _stopped(self, text: str, checkpoint: Any) -> ZeroppError:
-        if checkpoint is None:
+    def stopped(self, text: str) -> ZeroppError:
+        """The end of a run that was asked to stop while it could take no step, for the reason in ``text``."""
+        if (checkpoint := self._newest()) is None:
             return ZeroppError(f"stopped; {text}, before there was a checkpoint")
         again = f"go on with: zeropp train --resume {shlex.quote(str(self.folder.run))}"
         return Stopped(f"stopped; {text}; the newest checkpoint is of step {checkpoint[0]}, {again}")

@@ -13,7 +13,7 @@ from actors import room as module
 from actors.failure import quietly
 from actors.room import Bundle, Room, check_room, remove_groups
 from zeropp_ray.config import RunConfig
-from zeropp_ray.errors import ConfigError, ZeroppError
+from zeropp_ray.errors import ConfigError, Stopped, ZeroppError
 from zeropp_ray.layout import Layout, Member
 
 pytestmark = pytest.mark.ray
@@ -144,7 +144,7 @@ def test_room_is_waited_for_and_told(cluster: Any) -> None:
     assert time.monotonic() - began < 5
     asked = room(config(1, 2), "room2")
     asked.stopped = lambda: True
-    with pytest.raises(ZeroppError, match="stopped while it waited for room"):
+    with pytest.raises(Stopped, match="it waited for room"):
         quietly(asked.take())
     remove_groups(config(1, 1))  # as the supervisor does
     assert cpus_of_bundles() == {}

@@ -17,6 +17,8 @@ from actors import supervisor as module
 from actors.events import EVENTS
 from actors.folder import RunFolder
 from actors.locks import DRIVER, holder, only_driver, only_job
+from actors.run import _follow
+from actors.stopping import StopSignals
 from actors.supervisor import EVIDENCE, Supervisor
 from tests.command import CommandRun
 from tests.saved import saved_run
@@ -133,6 +135,18 @@ def test_a_run_that_was_asked_to_stop_is_not_begun_again(deaths) -> None:
     ours.folder.stop.touch()
     with pytest.raises(Stopped, match=f"stopped; .*checkpoint is of step 5, go on with: zeropp .* {ours.run}$"):
         ours.goes_on_from()
+
+
+def test_a_stop_while_a_recovery_waits_for_room_leaves_a_run_to_go_on_with(deaths, monkeypatch) -> None:
+    monkeypatch.setattr("ray.get", lambda batch: batch)
+    ours = deaths()
+    last = {"kind": "failed", "error": "it waited for room: 1 member", "trace": "", "exit_code": 75, "early": False}
+    with pytest.raises(ZeroppError, match="room: 1 member, before there was a checkpoint") as early:
+        _follow([[last]], ours.folder, ours.told.append, StopSignals(), ours.supervisor)
+    assert early.value.exit_code == 1
+    saved_run(ours.run, config(), step=5)
+    with pytest.raises(Stopped, match="it waited for room: 1 member; the newest checkpoint is of step 5, go on with"):
+        _follow([[last]], ours.folder, ours.told.append, StopSignals(), ours.supervisor)
 
 
 def test_a_cluster_that_is_gone_gets_no_other_driver(deaths, monkeypatch: pytest.MonkeyPatch) -> None:
