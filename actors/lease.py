@@ -24,7 +24,7 @@ from pathlib import Path
 from zeropp_ray.errors import ConfigError, ZeroppError
 from zeropp_ray.uri import StoreError, UriPath
 
-NAME = ".lease"
+NAME = ".lease"  # and what begins so
 LOST = ".lease-lost"
 BEAT_S = 10.0
 LEASE_S = 45.0  # some beats: one that comes late must not lose the run
@@ -91,7 +91,7 @@ def holder(run: UriPath) -> str:
 def _await_free(run: UriPath, token: str, tell: Callable[[str], None]) -> None:
     """Return once nobody holds the lease; ConfigError as soon as its holder shows that it lives."""
     lease = run / NAME
-    now = _time_of_store(run / f".now-{token}")
+    now = _time_of_store(run / f"{NAME}-{token}")
     try:
         written = lease.modified()
         left = LEASE_S - (now - written)

@@ -181,7 +181,14 @@ def _left_alone() -> Iterator[None]:
 
 
 def _check_answers(address: str) -> None:
-    """ConfigError if nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    """ConfigError if ``address`` is that of something else than a cluster, or nothing listens at HOST:PORT; Ray itself
+    would try for minutes.
+    """
+    if "://" in address:
+        raise ConfigError(
+            f"--address {address}: is not one to join; give HOST:PORT, usually HEAD:6379, or auto; to a dashboard go "
+            "jobs, with zeropp submit"
+        )
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         return

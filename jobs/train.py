@@ -241,7 +241,7 @@ def _make_folder(folder: Path, config: RunConfig) -> None:
 
 def _check_unused(folder: Place, config: RunConfig) -> None:
     """Under the run's lock, so that of two that begin at once one is refused and neither is harmed."""
-    if any(path.name not in (JOB, DRIVER, lease.NAME) for path in folder.iterdir()):
+    if not all(path.name.startswith((JOB, DRIVER, lease.NAME)) for path in folder.iterdir()):
         saved = next(folders(folder), None) is not None
         raise ConfigError(
             f"run.name = {config.run.name!r}: {folder} is not empty; choose another with --name, or "
@@ -259,8 +259,8 @@ def _remove(run: Held) -> None:
         run.folder.mkdir(exist_ok=True)  # a working copy, of nothing
         lease.check(run.run, run.lease)  # another job may have the run by now
         for path in run.run.iterdir():
-            if path.name != lease.NAME:  # which goes last
-                path.unlink() if path.is_file() else remove_tree(path)
+            if not path.name.startswith(lease.NAME):  # which goes last
+                path.unlink(missing_ok=True) if path.is_file() else remove_tree(path)
 
 
 def _interrupted(run: Held) -> ZeroppError:

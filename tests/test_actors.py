@@ -167,6 +167,9 @@ def test_an_error_in_the_model_names_member_and_instruction(tmp_path, capfd):
 def test_a_cluster_that_does_not_answer(tmp_path):
     with pytest.raises(ConfigError, match=r"--address 127\.0\.0\.1:1: nothing answers there"):
         run_training(configuration(1, 1, 1, 1), address="127.0.0.1:1", run_dir=tmp_path, on_event=lambda event: None)
+    for address in ("http://127.0.0.1:8265", "ray://127.0.0.1:10001"):  # as RAY_ADDRESS may have it
+        with pytest.raises(ConfigError, match=r"is not one to join; give HOST:PORT"):
+            run_training(configuration(1, 1, 1, 1), address=address, run_dir=tmp_path, on_event=lambda event: None)
 
 
 def test_more_members_than_a_joined_cluster_holds(tmp_path):

@@ -21,7 +21,7 @@ from actors import lease, mirror
 from actors.checkpoints import Checkpoints
 from actors.folder import METRICS, RunFolder
 from jobs.cli import zeropp
-from jobs.train import _remove
+from jobs.train import _check_unused, _remove
 from tests.object_store import BUCKET, KEYS, READ_ONLY, ObjectStore
 from tests.saved import saved_run
 from zeropp_ray import uri
@@ -289,6 +289,19 @@ def test_a_lease_is_held_refused_taken_over_and_lost(
         assert (bucket / lease.NAME).exists(), "it is the other's"
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_who_only_looks_at_the_lease_does_not_make_a_run_look_used(
+    bucket: UriPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SETTLE_S", 0.0)
+    monkeypatch.setattr(UriPath, "unlink", lambda *_, **__: None)  # as if it were killed there
+    with lease.leased(bucket, tmp_path, print):
+        assert len(list(bucket.iterdir())) == 2
+        _check_unused(bucket, CONFIG)
+        (bucket / "config.toml").write_text("")
+        with pytest.raises(ConfigError, match="is not empty"):
+            _check_unused(bucket, CONFIG)
 
 
 def test_what_is_left_of_a_run_that_never_began_is_removed_if_it_is_still_ours(
