@@ -87,7 +87,8 @@ def test_the_device_is_the_one_that_ray_gave(monkeypatch):
 
 
 def test_cuda_and_nccl_are_told_what_they_read_from_the_environment_alone(monkeypatch):
-    monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS", raising=False)
+    for name in ("NCCL_MAX_P2P_NCHANNELS", "CUDA_MODULE_LOADING", "CUDA_LAUNCH_BLOCKING"):
+        monkeypatch.delenv(name, raising=False)
     names = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")
     for name in ("NCCL_PROTO", *names):
         monkeypatch.setenv(name, "")
@@ -100,8 +101,17 @@ def test_cuda_and_nccl_are_told_what_they_read_from_the_environment_alone(monkey
     assert [os.environ[name] for name in names] == ["32", "", "", ""]
     prepare(ResourcesSection(device="cuda", gpus=0.5), TrainSection(deterministic=True))
     assert [os.environ[name] for name in names] == ["32", "1", "Ring", ":4096:8"]
-    assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == "4"
+    assert (os.environ["NCCL_MAX_P2P_NCHANNELS"], os.environ["CUDA_MODULE_LOADING"]) == ("4", "EAGER")
     assert told == [True]
+
+
+def test_a_launch_that_blocks_is_refused_where_receives_are_posted_ahead(monkeypatch):
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "NCCL_MAX_P2P_NCHANNELS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(ConfigError, match=r"CUDA_LAUNCH_BLOCKING = '1': .*unset it, or use resources\.transport=gloo"):
+        prepare(ResourcesSection(device="cuda", transport="nccl"), TrainSection())
+    prepare(ResourcesSection(device="cuda", transport="gloo"), TrainSection())
 
 
 # -- between it and the host ------------------------------------------------------------------------------------------
@@ -270,8 +280,22 @@ def test_out_of_memory_says_what_was_planned_what_was_real_and_what_to_change():
     assert not error.value.peer_lost
 
 
+def test_so_it_does_when_the_tensors_are_made(monkeypatch):
+    config = configuration(steps=1)
+
+    def refuse(*given, **named) -> None:
+        raise RuntimeError("CUDA error: out of memory")  # as of pinned memory
+
+    monkeypatch.setattr(Aside, "empty", refuse)
+    with pytest.raises(MemberError) as error, harness.members(config, samples_of(config)):
+        pass
+    assert "0 replica 0 failed in the making of its tensors: out of memory. The plan gives" in str(error.value)
+    assert "CUDA error" in error.value.trace
+
+
 def test_other_errors_are_not_taken_for_it():
     assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     assert not is_out_of_memory(None)

@@ -87,7 +87,7 @@ def held(config: RunConfig, devices: list[str]) -> Members:
     found = object.__new__(Members)
     found._config, found._plan, found.epoch = config, make_plan(config), -1
     found.all = [
-        MemberHandle(Member(0, f, 0), None, identity=Identity(1, 2, "host", "node", "127.0.0.1", "lo", device))
+        MemberHandle(Member(0, f, 0), None, identity=Identity(1, 2, "host", "node", "127.0.0.1", device))
         for f, device in enumerate(devices)
     ]
     return found

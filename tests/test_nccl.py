@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from actors.members import FREE_S
 from tests import harness
 from tests.fake_nccl import DTYPES, FakeCuda, FakeNccl
 from tests.test_parity import TOLERANCE, configuration, plain, samples_of
-from zeropp_ray.comm import nccl, nccl_forming
+from zeropp_ray.comm import gloo, nccl, nccl_forming
 from zeropp_ray.comm.base import Links, PeerLost, Waits
 from zeropp_ray.comm.gloo import GlooGroup, Rendezvous
 from zeropp_ray.comm.nccl import Communicators, NcclGroup, check_version
@@ -158,6 +159,19 @@ def test_all_are_aborted_together_and_closed_first():
         groups[1].send(torch.zeros(1), 0, 0)
     with pytest.raises(PeerLost, match="closed"):
         device.ours.settle()
+
+
+def test_one_that_cannot_be_aborted_keeps_no_other_from_it(monkeypatch):
+    device = Device({})
+    groups = [device.ours.add(name, 0, 1, device.nccl.get_unique_id()) for name in ("stage", "edge")]
+    device.log.clear()
+
+    def broken() -> None:
+        raise device.nccl.NcclError(1)
+
+    monkeypatch.setattr(groups[0]._communicator, "abort", broken)
+    groups[0].close()
+    assert device.log == [("group starts",), ("abort", 0), ("group ends",)]
 
 
 def test_a_member_that_waits_for_a_peer_is_freed_by_its_own_abort(two):
@@ -345,7 +359,20 @@ def test_a_member_that_does_not_come_ends_the_forming(store, faked):
         connecting(store, layout, Member(0, 0, 0), form_s=1.0)()
     at = Rendezvous("127.0.0.1", store.port, 3, LIMIT_S, 0.1, "nccl")
     with pytest.raises(PeerLost, match=r"1 of 2 members came to epoch 3 within 0\.1 s"):
-        nccl_forming._arrive(store, at, 2)
+        nccl_forming._arrive(store, at, 2, None)
+
+
+def test_a_member_that_does_not_come_holds_nobody_who_is_told_to_leave(store, faked, monkeypatch):
+    """Within the time in which members must come free of an epoch: who does not loses its state."""
+    assert gloo.FORM_S < FREE_S
+    layout, left = Layout(stages=2, chunks=1, shards=1, replicas=1), threading.Event()
+    publish(store, 3, layout)
+    monkeypatch.setattr(gloo, "FORM_S", 0.5)
+    with pytest.raises(PeerLost, match=r"not formed within 0\.5 s"):  # over gloo, which is not told
+        connecting(store, layout, Member(0, 0, 0))()
+    left.set()
+    with pytest.raises(PeerLost, match="epoch 3 was given up"):
+        nccl_forming._arrive(store, Rendezvous("127.0.0.1", store.port, 3, LIMIT_S, 5.0, "nccl"), 2, left)
 
 
 def test_a_forming_that_nccl_does_not_come_back_from_is_left(store, faked, monkeypatch):
@@ -364,6 +391,14 @@ def test_a_forming_that_nccl_does_not_come_back_from_is_left(store, faked, monke
         with pytest.raises(PeerLost, match=r"epoch 3 was not formed within 3 s"):
             late.result(10)
     stands.set()
+
+
+def test_groups_are_warmed_up_with_little_and_with_much(store, faked):
+    layout = Layout(stages=1, chunks=1, shards=2, replicas=1)
+    publish(store, 3, layout)
+    together(*(connecting(store, layout, me) for me in layout.members()))
+    for kind in ("allReduce", "allGather", "reduceScatter"):
+        assert [entry[1] for entry in faked[0].log if entry[0] == kind] == [1, 2**19]
 
 
 def test_a_wrong_answer_is_no_proof(store, monkeypatch):

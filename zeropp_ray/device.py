@@ -22,12 +22,23 @@ _QUEUES = 32  # hardware queues of a GPU, the most there are
 
 
 def prepare(resources: ResourcesSection, train: TrainSection) -> None:
-    """Tell CUDA and NCCL what they read from the environment alone, before the first use of either."""
+    """Tell CUDA and NCCL what they read from the environment alone, before the first use of either.
+
+    Raises ConfigError if it says what cannot be.
+    """
     if resources.device != "cuda":
         return
+    if resources.transport == "nccl" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        raise ConfigError(
+            "CUDA_LAUNCH_BLOCKING = '1': each launch would wait for its end, and a receive that is posted ahead would "
+            "stand for ever; unset it, or use resources.transport=gloo"
+        )
     # Each stream needs a hardware queue of its own. Where two share one, what waits in it for a peer keeps back what
     # the peer waits for. The usual number is 8, and some set it to 1.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_QUEUES)
+    # The first launch of a kernel that is not loaded waits until the device has nothing to do. Behind a receive that is
+    # posted ahead it would wait for a peer, which may wait for what that kernel computes.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     # A transfer of an edge that waits for its peer holds so many blocks of the device; NCCL itself would take up to 32.
     os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")
     if resources.gpus < 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -99,6 +100,10 @@ class StageMember:
                 flat.rebind(links.stage)
             self._copies.join(links.copies)
             return
+        with self._memory_told():
+            self._make(links)
+
+    def _make(self, links: Links) -> None:
         config, plan = self.config, self.plan
         queue = WeightQueue()
         chunks = self._sharded(links, queue)
@@ -236,9 +241,15 @@ class StageMember:
         except MemberError as error:
             if not is_out_of_memory(error.__cause__):
                 raise
-            where = error.text.partition(": ")[0]
-            why = out_of_memory(self.plan, self.config, self.me.p, self.device)
-            raise MemberError(f"{where}: {why}", trace=error.trace) from error
+            raise self._out_of_memory(error.text.partition(": ")[0], error.trace) from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            where = f"{self.me} failed in the making of its tensors"
+            raise self._out_of_memory(where, traceback.format_exc()) from error
+
+    def _out_of_memory(self, where: str, trace: str) -> MemberError:
+        return MemberError(f"{where}: {out_of_memory(self.plan, self.config, self.me.p, self.device)}", trace=trace)
 
     def squared_norm(self) -> float:
         """Of the reduced gradients that this member answers for."""

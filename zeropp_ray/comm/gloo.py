@@ -30,6 +30,7 @@ _NEVER_SENT = 2**31 - 1  # a tag
 _MARKED = 2**30  # added to the tag of what is marked
 _MARK = torch.zeros(1, dtype=torch.uint8)
 _LARGE = 256 * 2**10  # bytes; of less, a part is on its way for some microseconds only
+FORM_S = 15.0  # for a group's forming
 
 
 def _short(error: RuntimeError) -> str:
@@ -171,7 +172,7 @@ class Rendezvous:
     port: int
     epoch: int
     timeout_s: float
-    form_s: float = 15.0
+    form_s: float = FORM_S
     transport: str = "gloo"
 
     def store(self) -> dist.TCPStore:

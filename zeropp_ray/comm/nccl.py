@@ -46,6 +46,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ class Communicators:
 
     def watch(self) -> None:
         """From now on, look for asynchronous errors in a thread of its own."""
-        threading.Thread(target=self._watch, name="nccl", daemon=True).start()
+        if self._made:
+            threading.Thread(target=self._watch, name="nccl", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._closed.wait(WATCH_S):
@@ -225,10 +227,12 @@ class Communicators:
                 return
             idle = self._posting.acquire(timeout=POST_S)
             try:
-                self.nccl.groupStart()
-                for communicator in self._made:
-                    communicator.abort()
-                self.nccl.groupEnd()
+                with suppress(RuntimeError):  # of one that is broken already; the others are to be aborted too
+                    self.nccl.groupStart()
+                    for communicator in self._made:
+                        with suppress(RuntimeError):
+                            communicator.abort()
+                    self.nccl.groupEnd()
             finally:
                 self._made.clear()
                 if idle:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import distributed as dist
 
+from zeropp_ray.comm import gloo
 from zeropp_ray.comm.base import Group, Links, PeerLost, Waits
 from zeropp_ray.comm.gloo import Former, GlooGroup, Rendezvous
 from zeropp_ray.comm.nccl import Communicators, Edge, NcclGroup, NcclPipeline, load
@@ -24,6 +26,7 @@ from zeropp_ray.layout import Layout, Member
 
 FORM_S = 60.0  # for all of an epoch; the first communicator of a process alone takes seconds
 LOOK_S = 0.05  # between looks whether the forming is over, or to be given up
+WARM = (1, 2**20)  # elements of all members in what a group is warmed up with: NCCL chooses its algorithm by size
 
 
 class Wanted(NamedTuple):
@@ -74,9 +77,11 @@ def connect(
     driver or a peer does not come within ``form_s``, RuntimeError when a proof fails, ConfigError without NCCL.
     """
     nccl, store, waits = load(), at.store(), Waits()
-    checkpoint, copies = Former(at, store, host).background(layout, me)
+    # gloo looks for no abort, so it must end sooner than members that an abort does not free are given up.
+    background = replace(at, form_s=min(at.form_s, gloo.FORM_S))
+    checkpoint, copies = Former(background, store, host).background(layout, me)
     ours = Communicators(nccl, waits, at.form_s)
-    _arrive(store, at, layout.size)
+    _arrive(store, at, layout.size, left)
 
     def form() -> tuple[Group, Group, Group]:
         torch.cuda.set_device(device)
@@ -88,11 +93,13 @@ def connect(
     return Links(pipeline, stage, replicas, checkpoint, copies, waits, ours.settle)
 
 
-def _arrive(store: dist.Store, at: Rendezvous, size: int) -> None:
+def _arrive(store: dist.Store, at: Rendezvous, size: int, left: threading.Event | None) -> None:
     """Wait for all members: making a communicator waits for its own without a limit."""
     key, end = _key(at.epoch, "arrived"), time.monotonic() + at.form_s
     arrived = store.add(key, 1)
     while arrived < size:
+        if left is not None and left.is_set():
+            raise PeerLost(f"epoch {at.epoch} was given up")
         if time.monotonic() > end:
             raise PeerLost(f"{arrived} of {size} members came to epoch {at.epoch} within {at.form_s:g} s")
         time.sleep(LOOK_S)
@@ -140,7 +147,10 @@ def form_groups(
         made.append((each, ours.add(each.name, each.members.index(me), len(each.members), unique_id)))
     for each, group in made:
         try:
-            proven = _edge_is_proven(group, device, ours) if each.edge else _group_is_proven(group, device, ours)
+            if each.edge:
+                proven = _edge_is_proven(group, device, ours)
+            else:
+                proven = all(_group_is_proven(group, device, ours, max(1, numel // group.size)) for numel in WARM)
         except PeerLost as error:
             raise PeerLost(f"{each.name} of epoch {epoch} was not formed: {error}") from error
         if not proven:
@@ -153,26 +163,30 @@ def form_groups(
     return groups.get("pipeline", alone), groups.get("stage", alone), groups.get("replicas", alone)
 
 
-def _group_is_proven(group: NcclGroup, device: torch.device, ours: Communicators) -> bool:
-    """Sums, gathers and exchanges of known answers, between all."""
+def _group_is_proven(group: NcclGroup, device: torch.device, ours: Communicators, numel: int) -> bool:
+    """Sums, gathers and exchanges of known answers, between all, with ``numel`` elements of each."""
     size, rank = group.size, group.rank
-    mine = torch.full((1,), rank + 1.0, device=device)
-    total, gathered, share = mine.clone(), torch.zeros(size, device=device), torch.zeros(1, device=device)
+    mine = torch.full((numel,), rank + 1.0, device=device)
+    total, gathered, share = mine.clone(), mine.new_zeros(size * numel), torch.zeros_like(mine)
     group.all_reduce(total).wait()
     group.all_gather(gathered, mine).wait()
     group.reduce_scatter(gathered.clone(), share).wait()
     peers = [peer for peer in range(size) if peer != rank]
-    incoming = {peer: torch.zeros(1, device=device) for peer in peers}
+    incoming = {peer: torch.zeros_like(mine) for peer in peers}
     for transfer in group.exchange(incoming, dict.fromkeys(peers, mine), 0):
         transfer.wait()
     ours.settle()
     expected = [float(peer + 1) for peer in range(size)]
     return (
-        total.item() == sum(expected)
-        and gathered.tolist() == expected
-        and share.item() == size * (rank + 1)
-        and all(tensor.item() == peer + 1 for peer, tensor in incoming.items())
+        _is_all(total, sum(expected))
+        and all(_is_all(part, value) for part, value in zip(gathered.split(numel), expected, strict=True))
+        and _is_all(share, size * (rank + 1))
+        and all(_is_all(tensor, peer + 1) for peer, tensor in incoming.items())
     )
+
+
+def _is_all(tensor: torch.Tensor, value: float) -> bool:
+    return bool((tensor == value).all())
 
 
 def _edge_is_proven(group: NcclGroup, device: torch.device, ours: Communicators) -> bool:

@@ -16,12 +16,17 @@ if TYPE_CHECKING:
     from zeropp_ray.planner.plan import Plan
 
 _TOLD = 3  # kinds of memory that are named
+_REFUSED = (
+    "can't allocate memory",  # by torch's allocator on the CPU
+    "CUDA error: out of memory",  # what is not from its allocator on the GPU, such as pinned memory
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether memory was refused, on the GPU or on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator on the CPU
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSED)
     )
 
 
