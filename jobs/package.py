@@ -53,11 +53,17 @@ class Package:
 
     def write(self, path: Path, more: dict[str, str]) -> None:
         """As a zip file; ``more``: the text of further files by their path. The same content gives the same bytes, so
-        that Ray uploads it once.
+        that Ray uploads it once. Raises ConfigError if a file cannot be sent.
         """
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, source in sorted(self.files.items()):
-                archive.writestr(_entry(name, source.stat().st_mode), source.read_bytes())
+                try:
+                    archive.writestr(_entry(name, source.stat().st_mode), source.read_bytes())
+                except (OSError, UnicodeError) as error:
+                    why = "its name is not UTF-8" if isinstance(error, UnicodeError) else error.strerror
+                    raise ConfigError(
+                        f"--working-dir: {name!a} cannot be sent: {why}; leave it out with --exclude PATTERN"
+                    ) from None
             for name, text in sorted(more.items()):
                 archive.writestr(_entry(name, 0o644), text)
 
@@ -121,14 +127,24 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def _known_to_git(folder: Path) -> set[str] | None:
-    """What git tracks or would; None outside of a repository, or without git."""
+    """What git tracks or would; None outside of a repository, in a folder that is ignored itself, or without git."""
+    listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed is None or _git(folder, "check-ignore", "-q", ".") is not None:
+        return None
+    known = set[str]()
+    for name in listed.split("\0"):
+        inner = folder / name
+        if name and (inner / ".git").exists() and not inner.is_symlink():  # a repository of its own, or a submodule
+            known |= {f"{name.rstrip('/')}/{below}" for below in _known_to_git(inner) or ()}
+        else:
+            known.add(name)
+    return known
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says in ``folder``; None if it fails, or there is none."""
     try:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=folder,
-            capture_output=True,
-            check=True,
-        )
+        said = subprocess.run(["git", *words], cwd=folder, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return set(os.fsdecode(listed.stdout).split("\0"))
+    return os.fsdecode(said.stdout)

@@ -132,6 +132,24 @@ def test_what_git_ignores_stays_here(tmp_path: Path) -> None:
     assert sent(tmp_path) == {"mymodel.py", "notes/keep.md"}
 
 
+def test_repositories_inside_travel_and_so_does_a_folder_that_is_ignored_itself(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    subprocess.run(["git", "init", "-q", tmp_path / "vendor"], check=True)
+    files(tmp_path, "mymodel.py", "vendor/lib.py", "vendor/big.dump", "try/other.py", "try/.env")
+    (tmp_path / ".gitignore").write_text("try/\n")
+    (tmp_path / "vendor" / ".gitignore").write_text("*.dump\n")
+    (tmp_path / "loop").symlink_to(".")
+    assert sent(tmp_path) == {"mymodel.py", "vendor/lib.py"}
+    assert sent(tmp_path / "try") == {"other.py"}
+
+
+def test_a_file_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"a\xff.txt")).write_text("")
+    with pytest.raises(ConfigError, match=r"'a\\udcff.txt' cannot be sent: its name is not UTF-8; .*--exclude"):
+        pack(tmp_path).write(tmp_path / "1.zip", {})
+    assert not sent(tmp_path, "a*")
+
+
 def test_a_link_travels_with_what_it_leads_to(tmp_path: Path) -> None:
     files(tmp_path, "secret.txt", "here/mymodel.py", "here/.env", "here/huge.dat", "here/deploy.pem")
     for name, to in (("a", "../secret.txt"), ("b", ".env"), ("c", "huge.dat"), ("d", "mymodel.py"), ("e", "..")):
