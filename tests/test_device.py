@@ -5,6 +5,7 @@ The parts for a GPU run here on what stands in for it; on a GPU see test_gpu.py.
 
 from __future__ import annotations
 
+import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,13 +17,17 @@ import torch.distributed as dist
 
 from tests import harness
 from tests.test_parity import configuration, samples_of
-from zeropp_ray.comm.base import Group
+from zeropp_ray import member
+from zeropp_ray.comm.base import Group, Links
 from zeropp_ray.comm.gloo import Former, GlooGroup, Rendezvous
 from zeropp_ray.comm.staged import StagedGroup
 from zeropp_ray.config import ResourcesSection, TrainSection, overridden
 from zeropp_ray.device import Aside, in_range, label, pick, prepare, upload
 from zeropp_ray.errors import ConfigError, MemberError
+from zeropp_ray.layout import Member
+from zeropp_ray.member import StageMember
 from zeropp_ray.metrics.out_of_memory import is_out_of_memory
+from zeropp_ray.planner.plan import make_plan
 from zeropp_ray.schedule import Action, Op
 
 CPU = torch.device("cpu")
@@ -291,6 +296,24 @@ def test_so_it_does_when_the_tensors_are_made(monkeypatch):
         pass
     assert "0 replica 0 failed in the making of its tensors: out of memory. The plan gives" in str(error.value)
     assert "CUDA error" in error.value.trace
+
+
+def test_a_member_that_was_made_in_part_says_why_when_it_is_to_join_again(monkeypatch):
+    config = configuration(V=2, steps=1)
+    one = StageMember(
+        config, make_plan(config), Member(0, 0, 0), harness.MemberSamples(samples_of(config), config, 0, 0)
+    )
+    alone, make, made = GlooGroup(0, 1, None), member.FlatParameters, itertools.count()
+
+    def refuse_once(*given, **named) -> member.FlatParameters:
+        if next(made) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return make(*given, **named)
+
+    monkeypatch.setattr(member, "FlatParameters", refuse_once)
+    for _ in range(2):
+        with pytest.raises(MemberError, match="failed in the making of its tensors: out of memory"):
+            one.join(Links(alone, alone, alone, alone, alone))
 
 
 def test_other_errors_are_not_taken_for_it():

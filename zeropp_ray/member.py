@@ -86,6 +86,7 @@ class StageMember:
         move_buffers(self._owned.model, device)
         self._aside = Aside(device)  # for checkpoints
         self._engine: Engine | None = None
+        self._unmade: Exception | None = None  # what kept the engine from being made whole
         self._links: Links | None = None
         self._measured = Measured()  # of the last training step
         self._memory: StepMemory | None = None
@@ -93,6 +94,8 @@ class StageMember:
     def join(self, links: Links) -> None:
         """Enter an epoch. The first one shards the weights; a later one keeps the shards and changes the groups."""
         self._links = links
+        if self._unmade is not None:  # parameters that are views of what was made in part cannot be sharded again
+            raise self._unmade
         if self._engine is not None:
             self._engine.abort()
             self._engine.links = links
@@ -100,8 +103,12 @@ class StageMember:
                 flat.rebind(links.stage)
             self._copies.join(links.copies)
             return
-        with self._memory_told():
-            self._make(links)
+        try:
+            with self._memory_told():
+                self._make(links)
+        except Exception as error:
+            self._unmade = error
+            raise
 
     def _make(self, links: Links) -> None:
         config, plan = self.config, self.plan
