@@ -99,7 +99,8 @@ def plan(
             write.write_text(_chosen(config, found).to_toml(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--write = {write}: cannot be written: {error.strerror}; choose another") from None
-        click.echo(f"\n{write} written: plan 1; see what it comes to with: zeropp config check {write}")
+        data = "" if file is not None else " --set data.path=YOUR_DATA"
+        click.echo(f"\n{write} written: plan 1; see what it comes to with: zeropp config check {write}{data}")
 
 
 def _config(preset: str, file: Path | None, seq: int | None) -> RunConfig:
@@ -141,10 +142,12 @@ def _measured(sizes: ModelSizes, config: RunConfig, dtype: str, file: Path | Non
 
 
 def _chosen(config: RunConfig, found: Plans) -> RunConfig:
-    """The configuration with the best plan's layout, in the device's dtype."""
+    """The configuration with the best plan's layout, for the device and in its dtype."""
     parallel = dataclasses.replace(config.parallel, **found.best[0].choice._asdict(), costs="")
     train = dataclasses.replace(config.train, dtype=found.cluster.device.dtype, tokens_per_step=0)
-    return dataclasses.replace(config, parallel=parallel, train=train)
+    on_cpu = {"device": "cpu", "transport": "auto", "nvtx": False}
+    resources = dataclasses.replace(config.resources, **on_cpu if found.cluster.device.host else {"device": "cuda"})
+    return dataclasses.replace(config, parallel=parallel, train=train, resources=resources)
 
 
 def _report(found: Plans, own: Estimate[Choice] | None) -> str:

@@ -19,7 +19,8 @@ from zeropp_ray.uri import Place
 
 def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
     """The table shown before the run: the model, the layout, a step, the predicted memory and bubble, the data."""
-    parallel, chunks, memory = config.parallel, plan["chunks"], plan["predicted_memory"]
+    parallel, chunks, memory = config.parallel, plan["chunks"], {**plan["predicted_memory"]}
+    copies = memory.pop(kinds.COPIES, 0) if config.resources.device == "cuda" else memory.get(kinds.COPIES, 0)
     seconds = plan.get("predicted_step_s")
     micro_batches = f"{parallel.microbatches} micro-batches of {parallel.microbatch_size}"
     parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in memory.items() if amount)
@@ -32,7 +33,7 @@ def plan_table(plan: Mapping[str, Any], config: RunConfig, source: str) -> str:
         ("step", f"{plan['global_batch']} sequences, {plan['tokens_per_step']:,} tokens"),
         ("units", f"{micro_batches} per member, in units of {_counts(plan['units'])}"),
         ("memory", f"{size(sum(memory.values()))} per member: {parts}"),
-        *([("copies", _copies(memory[kinds.COPIES], config))] if memory.get(kinds.COPIES) else []),
+        *([("copies", _copies(copies, config))] if copies else []),
         ("bubble", f"{plan['bubble']:.1%}, with at most {plan['limit']:g} live micro-batches"),
         *([("time", f"{seconds:.3g} s a step by the measured costs")] if seconds else []),
         *([("again", _FORWARDS_AGAIN[parallel.recompute])] if parallel.recompute != "none" else []),
@@ -72,7 +73,8 @@ def _copies(amount: int, config: RunConfig) -> str:
     """What a member keeps so that the run can go on without another one."""
     exchanged = config.parallel.members > 1 and (config.parallel.replicas == 1 or config.parallel.zero1)
     whose = "its state, and two of its buddy's" if exchanged else "its state"
-    return f"{size(amount)} of that are two copies of {whose}, made every {_steps(config.recovery.copy_every)}"
+    are = "of host memory beside that:" if config.resources.device == "cuda" else "of that are"
+    return f"{size(amount)} {are} two copies of {whose}, made every {_steps(config.recovery.copy_every)}"
 
 
 def _steps(count: int) -> str:

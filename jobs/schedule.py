@@ -75,7 +75,6 @@ _PICTURES = ("svg", "html", "trace")
 @click.option(
     "--between",
     type=float,
-    default=0.0,
     help="Time that a transfer between nodes takes; COMM of --cost, or of --costs, is then that inside a node.",
 )
 @click.option(
@@ -126,7 +125,9 @@ _PICTURES = ("svg", "html", "trace")
     "says what is under the pointer. trace: for ui.perfetto.dev or chrome://tracing.",
 )
 @click.option(
-    "--width", type=click.IntRange(min=1200), help="Pixels of an svg.  [default: room for the micro-batches' numbers]"
+    "--width",
+    type=click.IntRange(min=1200, max=100_000),
+    help="Pixels of an svg.  [default: room for the micro-batches' numbers]",
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of printing.")
 def schedule(
@@ -138,7 +139,7 @@ def schedule(
     cost_file: Path | None,
     besides: str,
     nodes: int,
-    between: float,
+    between: float | None,
     memory_limit: float,
     prefetch: bool,
     recompute: str,
@@ -174,6 +175,9 @@ def schedule(
         raise ConfigError(f"--nodes = {nodes}: stages lie on 1 to {stages} nodes")
     if nodes == 1 and between:
         raise ConfigError(f"--between = {between:g}: there is one node; give --nodes too")
+    if nodes > 1 and between is None:
+        raise ConfigError(f"--nodes = {nodes}: what does a transfer between them take? give --between too")
+    between = between or 0.0
     costs = Costs.uniform(max(stages * chunks, 1), *times, *rest)
     if cost_file is not None:
         if any(rest):

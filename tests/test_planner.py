@@ -305,8 +305,17 @@ def test_the_command_shows_plans_and_writes_one_that_can_run(tmp_path: Path) -> 
     assert (config.model.preset, config.model.seq_len, config.train.dtype) == ("llama3.2-1b", 1024, "bfloat16")
     assert config.parallel.global_batch == 32
     assert config.parallel.members <= 8
+    assert config.resources.device == "cuda"
+    assert f"zeropp config check {written} --set data.path=YOUR_DATA" in text
     assert "zero1 = false" in run("--model", "gpt2", "--gpus", "512", "--seq", "512", "--global-batch", "512")
     assert "is there already" in run("--model", "llama3.2-1b", "--write", str(written))
+
+
+def test_what_is_written_is_for_the_device(tmp_path: Path) -> None:
+    file, written = tmp_path / "run.toml", tmp_path / "best.toml"
+    file.write_text('[resources]\ndevice = "cuda"\ntransport = "nccl"\nnvtx = true\n', encoding="utf-8")
+    run("--from", str(file), "--device", "cpu", "--gpus", "2", "--write", str(written))
+    assert load_config(written).resources.device == "cpu"
 
 
 def test_a_configuration_of_a_model_of_ones_own(tmp_path: Path) -> None:

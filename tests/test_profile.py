@@ -115,6 +115,27 @@ def test_the_planner_takes_it(measured: Path, tmp_path: Path) -> None:
         assert refused.startswith("--costs = ")
 
 
+@pytest.mark.parametrize(
+    ("of", "column", "values"),
+    [
+        ("seconds", "F", [10**400, 1]),
+        ("bytes", "saved", [1]),
+        ("bytes", "inputs", [1, -1]),
+        ("bytes", "stashed", [1, math.nan]),
+    ],
+)
+def test_damaged_columns_are_refused(tmp_path: Path, of: str, column: str, values: list[float]) -> None:
+    file = tmp_path / "costs.json"
+    two = ((1, 1),) * 5
+    write_costs(file, {}, Costs(*two[:3], sizes=Sizes(*two)), {})
+    read_costs(file)
+    damaged = json.loads(file.read_text(encoding="utf-8"))
+    damaged[of][column] = values
+    file.write_text(json.dumps(damaged), encoding="utf-8")
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_costs(file)
+
+
 def test_what_was_measured_of_one_cut_gives_any_other(tmp_path: Path) -> None:
     """A block between the ends shows what a block takes; the rest of the first and last chunk is embedding and head."""
     config = small("model.layers=9")

@@ -292,6 +292,7 @@ def test_dear_gathers_tell_the_policies_apart() -> None:
         ("--besides 1,2,-3,4", "cost.optimizer = -3: not a duration"),
         ("--nodes 3", "--nodes = 3: stages lie on 1 to 2 nodes"),
         ("--between 1", "--between = 1: there is one node; give --nodes too"),
+        ("--nodes 2", "--nodes = 2: what does a transfer between them take? give --between too"),
         ("--besides 1,1,1,1 --costs there.json", "--besides = 1,1,1,1: is in there.json too"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jobs.report import plan_table
+from jobs.report import plan_table, size
 from tests import harness
 from tests.test_parameter_kinds import assert_right, of
 from tests.test_parity import assert_counts, assert_parity, configuration, samples_of
@@ -128,3 +128,15 @@ def test_the_table_before_a_run_tells_of_it_and_of_bf16():
     text = plan_table(make_plan(config).table(config), config, "a text")
     assert "bf16" not in text
     assert "ZeRO-1" not in text
+
+
+def test_the_table_before_a_run_on_gpus_keeps_host_memory_apart():
+    config = configuration(2, 1, 1, 2, N=2, zero1=True)
+    on_gpus = changed(config, resources_device="cuda")
+    table = make_plan(config).table(config)
+    here, there = (" ".join(plan_table(table, each, "a text").split()) for each in (config, on_gpus))
+    assert "copies of the state" in here
+    memory, copies = there.partition(" copies ")[::2]
+    assert "copies of the state" not in there
+    assert "of host memory beside that: two copies of its state" in copies
+    assert size(sum(table["predicted_memory"].values()) - table["predicted_memory"][kinds.COPIES]) in memory

@@ -7,6 +7,7 @@ taken for no other. On how many stages the chunks lie makes no difference. Versi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -84,12 +85,15 @@ def read_costs(path: str | Path, name: str = "parallel.costs") -> tuple[dict[str
         held = values["bytes"]
         sizes = held and Sizes(**{name: _floats(column) for name, column in held.items()})
         F, B, W, RF, gather, reduce, optimizer = each.values()
+        for column in vars(sizes).values() if sizes else ():
+            if len(column) != len(F) or not all(0 <= size < math.inf for size in column):
+                raise ValueError("not the bytes of these chunks")
         comm, vote, post = (float(seconds[name]) for name in ("comm", "vote", "post"))
         overlap = bool(values["overlap"])
         return dict(of), Costs(F, B, W, comm, RF, gather, reduce, optimizer, (), vote, overlap, sizes, post)
     except ConfigError as error:
         raise ConfigError(f"{told}: is damaged: {error}{again}") from None
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(f"{told}: is damaged: no seconds or bytes of each chunk, or not of what{again}") from None
 
 

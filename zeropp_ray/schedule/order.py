@@ -78,9 +78,9 @@ def phases(spec: ScheduleSpec) -> list[Phase]:
     return result
 
 
-def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
+def zeropp_order(spec: ScheduleSpec, most: float = math.inf) -> list[list[Action]]:
     """Compute actions per rank, from a replay of the costs: the best of :data:`RULES`. The same input gives the same
-    order, and none is worse than the greedy one.
+    order, and none is worse than the greedy one. Nothing if its tasks take more than ``most``.
 
     ``F``, ``RF`` and ``B`` run only in their phase, in micro-batch order. Of what can run, ``B`` goes before ``RF``,
     ``RF`` before ``F`` and ``F`` before ``W``: a ``W`` fills time in which none of the others can run, or makes room
@@ -90,16 +90,19 @@ def zeropp_order(spec: ScheduleSpec) -> list[list[Action]]:
 
     The replay is event-driven: a rank decides when it becomes free, or when what it waits for arrives.
     """
-    return [rank.order for rank in _best(spec, _NEVER) or ()]
+    return [rank.order for rank in _best(spec, _in_ticks(spec, most)) or ()]
 
 
 def zeropp_makespan(spec: ScheduleSpec, most: float = math.inf, rules: Sequence[Rule] = RULES) -> float:
     """What the tasks of a step in this order take, as a replay of its program would find if exchanges, optimizer and
     vote took no time; infinity if it is more than ``most``, which is known before the end of the step.
     """
-    scale = spec.costs.ticks().scale
-    ranks = _best(spec, math.floor(most * scale * (1 + 1e-12)) if most < math.inf else _NEVER, rules)
-    return _end(ranks) / scale if ranks else math.inf
+    ranks = _best(spec, _in_ticks(spec, most), rules)
+    return _end(ranks) / spec.costs.ticks().scale if ranks else math.inf
+
+
+def _in_ticks(spec: ScheduleSpec, most: float) -> int:
+    return math.floor(most * spec.costs.ticks().scale * (1 + 1e-12)) if most < math.inf else _NEVER
 
 
 def _best(spec: ScheduleSpec, most: int, rules: Sequence[Rule] = RULES) -> list[_Rank] | None:

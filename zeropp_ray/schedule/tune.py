@@ -7,6 +7,7 @@ ZeroPP, arXiv 2402.03791.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -52,22 +53,23 @@ def _fewest_units(spec: ScheduleSpec, memory_limit: float) -> tuple[ScheduleSpec
     """The fewest units that are near the best makespan, and theirs."""
     bound = lower_bound(spec)
     tried: list[tuple[ScheduleSpec, float]] = []
-    near, most = 0, float("inf")  # the place of the fewest units that are near the best so far; what would change that
+    near, most = 0, float("inf")  # the place of the fewest units that are near the best so far, and their makespan
     for one in _candidates(spec, memory_limit):
         tried.append((one, _makespan(one, most)))
         best = min(taken for _, taken in tried)
         near = next(place for place, (_, taken) in enumerate(tried) if taken <= best * _NEAR)
         if tried[near][1] <= bound * _NEAR:  # whatever comes
             break
-        most = tried[near][1] / _NEAR
+        most = tried[near][1]  # more units that take longer are never the choice
     return tried[near]
 
 
 def _makespan(spec: ScheduleSpec, most: float) -> float:
-    """What a step takes; where tasks and messages alone take time, infinity if it is more than ``most``."""
+    """What a step takes; infinity if its tasks and messages alone take more than ``most``."""
     if spec.costs.tasks_alone:
         return zeropp_makespan(spec, most)
-    return makespan(add_residency(zeropp_order(spec), spec), spec)
+    order = zeropp_order(spec, most)
+    return makespan(add_residency(order, spec), spec) if order else math.inf
 
 
 def _candidates(spec: ScheduleSpec, memory_limit: float) -> Iterator[ScheduleSpec]:
