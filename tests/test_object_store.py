@@ -231,6 +231,17 @@ def test_checkpoints_are_kept_in_a_store_as_on_a_disk(
     assert not (run / "checkpoints" / "step-00000009").exists()
 
 
+def test_a_run_does_not_go_on_from_before_what_it_cannot_give_up(
+    run: UriPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: UriPath, **_: bool) -> None:
+        raise StoreError(f"{self}: ACCESS_DENIED")
+
+    monkeypatch.setattr(UriPath, "unlink", refuse)
+    with pytest.raises(StoreError, match="ACCESS_DENIED"):
+        checkpoints(run, tmp_path, saved=4)
+
+
 def test_commands_read_from_a_store_and_find_damage(run: UriPath, tmp_path: Path) -> None:
     def command(*arguments: str) -> tuple[int, str]:
         result = CliRunner().invoke(zeropp, list(arguments))

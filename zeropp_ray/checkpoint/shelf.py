@@ -134,6 +134,7 @@ class UriShelf(Shelf):
         for name in sorted(names, key=lambda name: name == NAME):
             with (checkpoint / name).open() as source, (to / name).open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 24)
+        (checkpoint / NAME).unlink(missing_ok=True)  # or the run would be gone on from it
         _delete(checkpoint)
 
     def remove(self, checkpoint: UriPath) -> None:
