@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,6 +24,16 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(stopping, "time", clock := Clock())
     return clock
+
+
+@pytest.fixture(autouse=True)
+def started_by_a_shell() -> Iterator[None]:
+    """Whatever the tests were started by: under nohup, or in the background, some of the signals are ignored."""
+    before = [signal.signal(number, signal.SIG_DFL) for number in SIGNALS]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
