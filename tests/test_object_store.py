@@ -96,9 +96,10 @@ def test_what_cannot_be_used_is_refused_before_it_is_written_anywhere(text: str,
             load_config(None, [f"{setting}={text}"])
         assert "?" not in str(caught.value)
         assert "key:" not in str(caught.value)
-    with pytest.raises(ConfigError, match="a URI does not do here") as caught:
-        load_config(None, ["model.init_from=s3://key:hidden@bucket"]).resolved()
-    assert "hidden" not in str(caught.value)
+    for setting in ("model.init_from", "data.cache"):
+        with pytest.raises(ConfigError, match="a URI does not do here") as caught:
+            load_config(None, [f"{setting}=s3://key:hidden@bucket"]).resolved()
+        assert "hidden" not in str(caught.value)
     assert place("file:///a%20b") == Path("/a b")
 
 

@@ -30,7 +30,7 @@ from zeropp_ray.schedule.costs import Costs
 from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.spec import AUTO, ScheduleSpec, resolve
 from zeropp_ray.schedule.tune import tune
-from zeropp_ray.uri import check_uri
+from zeropp_ray.uri import check_uri, is_uri
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -304,6 +304,8 @@ class DataSection(_Section):
 
     def _check(self) -> None:
         check_uri(self.path, f"data.path = {self.path!r}")
+        if is_uri(self.cache):  # not shown: it may hold credentials
+            raise ConfigError("data.cache: a URI does not do here; give a folder of the nodes' own disks")
         self._require(0 < self.validation_fraction < 1, "validation_fraction", "must be between 0 and 1, such as 0.05")
 
 
