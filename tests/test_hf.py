@@ -25,7 +25,7 @@ from zeropp_ray.models.hf import export_model, foreign_tokenizer, initial_weight
 from zeropp_ray.models.hf.export import byte_tokenizer
 from zeropp_ray.vote import decide
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra dev")
 transformers.utils.logging.disable_progress_bar()
 
 LLAMA3 = {

@@ -12,7 +12,7 @@ from tests.test_parity import TOLERANCE, assert_equal, plain, samples_of
 from zeropp_ray.config import RunConfig, load_config
 from zeropp_ray.models import describe, resolve_factory
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra dev")
 
 
 def configuration(kind: str, **parallel: int) -> RunConfig:

@@ -6,9 +6,12 @@ import dataclasses
 import json
 import math
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -219,3 +222,27 @@ def test_a_resumed_run_keeps_them_while_its_chunks_are_the_same(measured: Path) 
     auto = resumed(checkpoint, ["parallel.unit=auto"]).parallel
     assert (auto.unit, auto.memory_limit) == ("auto", 0)
     assert resumed(checkpoint, []) == config
+
+
+def test_the_other_members_do_not_outlive_who_started_them() -> None:
+    code = f"""if True:
+        import multiprocessing, os, sys
+        from zeropp_ray.config import load_config
+        from zeropp_ray.planner.plan import make_plan
+        from zeropp_ray.planner.profile import _company
+        os.cpu_count = lambda: 2
+        config = load_config(None, {SMALL!r})
+        with _company(config, make_plan(config)):
+            print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+            sys.stdin.read()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as ours:
+        assert ours.stdout is not None
+        (other,) = [psutil.Process(int(pid)) for pid in ours.stdout.readline().split()]
+        ours.kill()
+    _, alive = psutil.wait_procs([other], timeout=20)
+    for process in alive:
+        process.kill()
+    assert not alive

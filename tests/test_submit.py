@@ -289,8 +289,8 @@ def test_a_dry_run_sends_nothing(cluster: Cluster) -> None:
 
 def test_an_address_that_is_given_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own client has it the other way round."""
-    sdk = pytest.importorskip("ray.job_submission")
     pytest.importorskip("aiohttp", reason="ray[default] is not installed; make test-all does")
+    sdk = pytest.importorskip("ray.job_submission", reason="ray[default] is not installed; make test-all does")
     seen: dict[str, str] = {}
 
     class Client:

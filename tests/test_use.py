@@ -314,7 +314,7 @@ def test_eval_under_the_pipeline_is_that_in_one_process(
 
 
 def test_an_exported_run_is_a_model_and_a_tokenizer_of_transformers(first: Any) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra dev")
     result = run("export", "first", "--to", "hf", "exported", "--max-shard-size", "50KB")
     assert result.exit_code == 0, result.output
     assert "model.safetensors.index.json" in result.stdout
@@ -329,7 +329,7 @@ def test_an_exported_run_is_a_model_and_a_tokenizer_of_transformers(first: Any) 
 
 
 def test_an_exported_run_brings_its_own_tokenizer(tokenized: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra dev")
     assert run("export", "second", "exported").exit_code == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
     ours, file = tokenizer_of(find("runs/second").config, Path("runs/second"))

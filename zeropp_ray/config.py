@@ -25,12 +25,13 @@ import tomli_w
 
 from zeropp_ray.comm.interface import is_setting
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.files import expanded
 from zeropp_ray.presets import FAMILIES, PRESETS
 from zeropp_ray.schedule.costs import Costs
 from zeropp_ray.schedule.policies import POLICIES
 from zeropp_ray.schedule.spec import AUTO, ScheduleSpec, resolve
 from zeropp_ray.schedule.tune import tune
-from zeropp_ray.uri import check_uri, is_uri
+from zeropp_ray.uri import check_uri
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -304,8 +305,7 @@ class DataSection(_Section):
 
     def _check(self) -> None:
         check_uri(self.path, f"data.path = {self.path!r}")
-        if is_uri(self.cache):  # not shown: it may hold credentials
-            raise ConfigError("data.cache: a URI does not do here; give a folder of the nodes' own disks")
+        expanded(self.cache, f"data.cache = {self.cache!r}")
         self._require(0 < self.validation_fraction < 1, "validation_fraction", "must be between 0 and 1, such as 0.05")
 
 

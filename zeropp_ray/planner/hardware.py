@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from zeropp_ray.errors import ConfigError
+from zeropp_ray.schedule import Link
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,12 +46,10 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
-    """What one device can send, and receive at the same time: bytes/s that are reached; seconds."""
+class NamedLink(Link):
+    """What one device can send, and receive at the same time; of the bandwidth, what is reached."""
 
     name: str
-    bandwidth: float
-    latency: float
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class Cluster:
     device: Device
     count: int
     per_node: int
-    intra: Link
-    inter: Link
+    intra: NamedLink
+    inter: NamedLink
 
     @property
     def nodes(self) -> int:
@@ -78,7 +77,7 @@ class Cluster:
     def send(self, size: float, members: int, stride: int) -> float:
         """Seconds until ``size`` bytes are at the next member of a group, at the worst place."""
         link = self.inter if self.crosses(members, stride) else self.intra
-        return link.latency + size / link.bandwidth
+        return link.time(size)
 
     def gather(self, size: float, members: int, stride: int) -> float:
         """Seconds of an all-gather, or a reduce-scatter, of a tensor of ``size`` bytes over a group, as a ring.
@@ -138,12 +137,12 @@ def _device(name: str) -> Device:
     )
 
 
-def _link(name: str, option: str) -> Link:
+def _link(name: str, option: str) -> NamedLink:
     known = _data()["links"]
     if name not in known:
         raise ConfigError(f"{option} = {name!r}: unknown; known are {', '.join((*_ALIASES, *known))}")
     of = known[name]
-    return Link(name, of["gb_s"] * 1e9 * of["reached"], of["latency_us"] * 1e-6)
+    return NamedLink(latency=of["latency_us"] * 1e-6, bandwidth=of["gb_s"] * 1e9 * of["reached"], name=name)
 
 
 @cache

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -176,12 +178,20 @@ def _company(config: RunConfig, plan: Plan) -> Iterator[None]:
 
 
 def _run_tasks(config: RunConfig, plan: Plan, begun: Any, first: int) -> None:
-    """In a process of its own: the tasks of one chunk after the other, until it is killed."""
+    """In a process of its own: the tasks of one chunk after the other, until it is killed, or who started it is."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, to who started it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, int(config.resources.cpus)))
     keep_freed_memory()
     begun.release()
     for c in count(first):
         _measure_chunk(config, plan, c % len(plan.ranges), _LONG)
+
+
+def _end_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def _owners(config: RunConfig) -> int:
